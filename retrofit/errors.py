@@ -1,0 +1,39 @@
+"""What a user did or has that stops the work. The command line prints these in one line, without a traceback.
+
+Each message says what would have worked. Faults of ours stay ordinary exceptions and keep their traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RetrofitError(ValueError):
+    """A user's mistake, or something that this machine does not have."""
+
+
+class RecipeError(RetrofitError):
+    """A recipe or an override that cannot be understood; the message lists every fault at once."""
+
+
+class ModelError(RetrofitError):
+    """A model that cannot be found, loaded or operated on."""
+
+
+class DataError(RetrofitError):
+    """Images that cannot be found or read."""
+
+
+class CheckpointError(RetrofitError):
+    """A folder that is not what it should be: damaged, tampered with, or another tool's."""
+
+
+class PairMismatch(RetrofitError):
+    """Two arms of a pair did not see the same thing, so that their difference would mean nothing."""
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """`did you mean …?` for a misspelled name, or an empty string where nothing comes near."""
+    found = difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -1,0 +1,196 @@
+"""The one place for the names in a run folder, for strict JSON and for writes that are whole or absent.
+
+    RUN/recipe.yaml                     fully resolved
+    RUN/run.json                        the plan, the data's fingerprints, the environment, the command
+    RUN/report.html report.md report.json
+    RUN/<arm>/insertion.json            what surgery did: calibration and insertion shock (arms with QK-Norm)
+    RUN/<arm>/lr<LR:g>-s<SEED>/         one training run; "-<precision>" follows where a plan has several
+        metrics.jsonl                   a row a step, deterministic: no clock, no memory
+        timings.jsonl                   what the clock said
+        probes.jsonl                    a row a probed step
+        predictions.npz                 logits, labels and ids of validation and test
+        result.json                     written last: a run that has it is finished
+        final/                          weights, loadable with retrofit.load
+
+JSON here is strict: what is not finite is written as null, since NaN is not JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrofit.errors import RetrofitError
+
+RECIPE = "recipe.yaml"
+MANIFEST = "run.json"
+REPORT = "report"
+INSERTION = "insertion.json"
+METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
+PROBES = "probes.jsonl"
+PREDICTIONS = "predictions.npz"
+RESULT = "result.json"
+FINAL = "final"
+
+
+@dataclass(frozen=True, order=True)
+class RunKey:
+    """One training run of a plan. `folder` is where it lies below the run folder."""
+
+    arm: str
+    lr: float
+    seed: int
+    precision: str
+    folder: str
+
+    @classmethod
+    def of(cls, arm: str, lr: float, seed: int, precision: str, *, name_precision: bool = False) -> RunKey:
+        """The key with its folder; `name_precision` where the plan has more than one."""
+        suffix = f"-{precision}" if name_precision else ""
+        return cls(arm, lr, seed, precision, f"{arm}/lr{lr:g}-s{seed}{suffix}")
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON can hold it: dataclasses as mappings, arrays as lists, non-finite numbers as None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `path` whole or not at all: to a temporary name beside it, synced, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Raises RetrofitError with the file's name where it is missing or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RetrofitError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise RetrofitError(f"{path} cannot be read: {error}") from None
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file; none where it is missing. A torn last line, as a killed run leaves it, is left out."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
+    return rows
+
+
+class JsonLines:
+    """A .jsonl file being written, a row a call, from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def claim(folder: Path, marker: str, force: bool = False) -> None:
+    """Makes `folder` ready to be written: it must be new, empty, or ours (it holds `marker`).
+
+    Raises RetrofitError for a folder that holds something else, unless `force`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RetrofitError(f"{folder} is a file; name a folder to write to")
+    if folder.is_dir() and not force and any(folder.iterdir()) and not (folder / marker).is_file():
+        raise RetrofitError(
+            f"{folder} holds files that retrofit did not write; name a new folder, or add --force to write into this one"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RetrofitError(f"{folder} cannot be made: {error.strerror or error}") from None
+
+
+@contextmanager
+def publishing(folder: Path, marker: str, owned: Collection[str] = (), force: bool = False) -> Iterator[Path]:
+    """A scratch folder whose files move into `folder` when the block ends well, and vanish when it does not.
+
+    `owned` names the files there that retrofit wrote earlier: they are replaced, and removed where no longer written.
+    Any other file of the same name raises RetrofitError before anything has moved, unless `force`.
+    `marker` leaves first and arrives last, so that a folder cut off in between does not pass for a whole one.
+    """
+    claim(folder, marker, force)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield scratch
+        written = sorted(p.name for p in scratch.iterdir())
+        foreign = [n for n in written if (folder / n).exists() and n not in owned and n != marker and not force]
+        if foreign:
+            raise RetrofitError(
+                f"{folder} holds {', '.join(foreign)}, which retrofit did not write; move them away, or add --force"
+            )
+        for name in {marker, *owned}:
+            (folder / name).unlink(missing_ok=True)
+        for name in sorted(written, key=lambda n: n == marker):
+            os.replace(scratch / name, folder / name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
