@@ -34,6 +34,15 @@ class PairMismatch(RetrofitError):
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
-    """`did you mean …?` for a misspelled name, or an empty string where nothing comes near."""
-    found = difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+    """`; did you mean …?` for a misspelled name, or an empty string where nothing comes near.
+
+    A name also comes near by its beginning: vit_tny means vit_tiny_patch16_224 as much as it means davit_tiny.
+    """
+
+    def likeness(other: str) -> float:
+        ratios = (difflib.SequenceMatcher(None, name, o).ratio() for o in {other, other[: len(name)]})
+        return max(ratios)
+
+    ranked = sorted(((likeness(k), k) for k in set(known)), key=lambda pair: (-pair[0], len(pair[1]), pair[1]))
+    found = [k for score, k in ranked[:n] if score >= 0.7]
     return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -26,7 +25,6 @@ BASELINE = "baseline"
 Precision = Literal["fp32", "bf16", "fp16"]
 Init = Literal["ones", "match"]
 
-_strict = partial(dataclass, frozen=True, kw_only=True)
 _FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
@@ -50,9 +48,10 @@ Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValid
 Precisions = Annotated[tuple[Precision, ...], BeforeValidator(_as_list)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Area = Annotated[float, Field(ge=0.01, le=1)]
 
 
-@_strict()
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """Where the model comes from, where `model: timm/NAME` says too little."""
 
@@ -77,7 +76,7 @@ def _as_model(value: Any) -> Any:
     return value
 
 
-@_strict()
+@dataclass(frozen=True, kw_only=True)
 class Data:
     __pydantic_config__ = _FORBID
 
@@ -99,7 +98,7 @@ class Data:
     """Training images, without augmentation or labels, that calibrate the norm."""
     held_out_images: Count = 64
     """Validation images on which insertion shock is measured and attention is probed."""
-    crop_scale: tuple[Share, Share] = (0.35, 1.0)
+    crop_scale: tuple[Area, Area] = (0.35, 1.0)
     """Range of the random resized crop's area in training."""
     hflip: Share = 0.5
     color_jitter: Annotated[float, Field(ge=0)] = 0.0
@@ -107,7 +106,7 @@ class Data:
     """timm's policy string, such as rand-m9-mstd0.5."""
 
 
-@_strict()
+@dataclass(frozen=True, kw_only=True)
 class Arm:
     """One variant of the model. The empty one is the model as it is."""
 
@@ -118,7 +117,7 @@ class Arm:
     """`match`: key shift and gains that hold the model's attention; `ones`: the paper's own start."""
 
 
-@_strict()
+@dataclass(frozen=True, kw_only=True)
 class Train:
     __pydantic_config__ = _FORBID
 
@@ -148,7 +147,7 @@ class Train:
     """Steps between two probes of attention. 0: about ten a run."""
 
 
-@_strict()
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole study: one model, one data set, some arms, trained over a grid."""
 
@@ -223,7 +222,7 @@ def parse(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every field resolved; `load_recipe` gives the same recipe back."""
-    return yaml.safe_dump(_plain(recipe), sort_keys=False, default_flow_style=None, width=110)
+    return yaml.safe_dump(plain(recipe), sort_keys=False, default_flow_style=None, width=110)
 
 
 def parse_value(text: str) -> Any:
@@ -307,11 +306,12 @@ def _holder(hint: Any) -> Any:
     return next(found for a in get_args(hint) if (found := _holder(a)) is not None) if get_args(hint) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A recipe, or any part of it, as mappings, lists and scalars."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

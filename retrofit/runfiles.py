@@ -185,6 +185,7 @@ def publishing(folder: Path, marker: str, owned: Collection[str] = (), force: bo
         for name in {marker, *owned}:
             (folder / name).unlink(missing_ok=True)
         for name in sorted(written, key=lambda n: n == marker):
+            os.chmod(scratch / name, 0o666 & ~_umask())
             os.replace(scratch / name, folder / name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,51 @@
+"""The one place that knows timm and transformers. To add a library, write a Family in one file and list it here."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from retrofit.errors import ModelError
+from retrofit.models.family import Family, evaluating
+from retrofit.models.hf_models import TransformersFamily
+from retrofit.models.site import AttentionClass, Site, Skipped, find_sites
+from retrofit.models.timm_models import TimmFamily
+
+__all__ = [
+    "ATTENTION_CLASSES",
+    "FAMILIES",
+    "AttentionClass",
+    "Family",
+    "Site",
+    "Skipped",
+    "evaluating",
+    "family_named",
+    "family_of",
+    "sites_of",
+]
+
+FAMILIES: tuple[Family, ...] = (TransformersFamily(), TimmFamily())
+"""In order: the first that owns a model serves it."""
+
+ATTENTION_CLASSES: tuple[AttentionClass, ...] = tuple(c for f in FAMILIES for c in f.attention)
+"""Every known attention class, whatever model it stands in."""
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family that serves a model. Raises ModelError for a model of neither library."""
+    for family in FAMILIES:
+        if family.owns(model):
+            return family
+    raise ModelError(f"{type(model).__name__} is neither a timm nor a transformers model")
+
+
+def family_named(library: str) -> Family:
+    """The family of a library's name, as retrofit.json holds it. Raises ModelError."""
+    for family in FAMILIES:
+        if family.library == library:
+            return family
+    raise ModelError(f"{library!r} is no library known here ({', '.join(f.library for f in FAMILIES)})")
+
+
+def sites_of(model: nn.Module) -> tuple[list[Site], list[Skipped]]:
+    """The sites of a model in its own order, and the attention modules that are none."""
+    return find_sites(model, ATTENTION_CLASSES)

@@ -16,3 +16,7 @@ class Preprocess:
     interpolation: str = "bicubic"
     """`bilinear`, `bicubic`, `nearest` or `lanczos`."""
     crop_pct: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", tuple(self.mean))
+        object.__setattr__(self, "std", tuple(self.std))

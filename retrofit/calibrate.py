@@ -1,0 +1,189 @@
+"""How the norm goes in without shock: key shift and gains from what the probes read of the original attention.
+
+With q, k the original's vectors of one head (of the whole projection where the norm's axis is that), over the tokens
+of all calibration images:
+
+    shift   softmax over keys is blind to one vector c taken off every key, as long as no rotation follows the norm. c is
+            chosen so that |k - c| varies least over tokens, since that variation is what the norm then erases: with
+            x = k - E k, G = E x x^T and y = |x|^2 - E|x|^2 it solves 2 (G + lambda mean(diag G) I) (c - E k) = E x y.
+            lambda, here 0.1, trades a truer attention for longer keys.
+    gain    gain_q = rms(q) and gain_k = rms(k - c): the norm takes lengths away, the gain puts their mean back.
+
+LayerNorm takes the mean over channels off first, so its figures are those of the centred vectors. Statistics are
+streamed in float64; memory does not grow with the number of images. Source: this project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from retrofit.models import Site
+from retrofit.norms import HeadNorm, logit_bound
+from retrofit.probes import AttentionStats, Reading
+from retrofit.qknorm import QKNorm
+
+SHIFT_RIDGE = 0.1
+"""lambda above."""
+
+
+def _zero() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+@dataclass
+class Moments:
+    """Streamed moments of one site's q and k, in groups: a group is a head, or the whole projection (G = 1).
+
+    With E channels a group: q_square [G], k_mean [G, E], k_second [G, E, E], k_third = E k|k|^2 [G, E], k_fourth = E|k|^4.
+    """
+
+    site: Site
+    spec: QKNorm
+    stats: AttentionStats
+    count: int = 0
+    q_square: Tensor = field(default_factory=_zero)
+    k_mean: Tensor = field(default_factory=_zero)
+    k_second: Tensor = field(default_factory=_zero)
+    k_third: Tensor = field(default_factory=_zero)
+    k_fourth: Tensor = field(default_factory=_zero)
+
+    @classmethod
+    def of(cls, site: Site, spec: QKNorm) -> Moments:
+        return cls(site, spec, AttentionStats(site))
+
+    def read(self, reading: Reading) -> None:
+        self.stats.read(reading)
+        q, k = self._grouped(reading.q), self._grouped(reading.k[:, :: self.site.heads // self.site.kv_heads])
+        before, self.count = self.count, self.count + k.shape[1]
+        square = k.square().sum(-1, keepdim=True)
+
+        def averaged(old: Tensor, total: Tensor) -> Tensor:
+            return (old * before + total) / self.count
+
+        self.q_square = averaged(self.q_square, q.square().sum((1, 2)) * (k.shape[1] / q.shape[1]))
+        self.k_mean = averaged(self.k_mean, k.sum(1))
+        self.k_second = averaged(self.k_second, k.transpose(1, 2) @ k)
+        self.k_third = averaged(self.k_third, (k * square).sum(1))
+        self.k_fourth = averaged(self.k_fourth, square.square().sum((1, 2)))
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[B, H, N, D] as [G, B*N, E] in float64, as the norm will see it before it divides by the length."""
+        groups = 1 if self.spec.axis == "projection" else x.shape[1]
+        x = x.double().permute(1, 0, 2, 3).reshape(groups, x.shape[1] // groups, -1, x.shape[-1])
+        x = x.transpose(1, 2).flatten(2)
+        return x - x.mean(-1, keepdim=True) if self.spec.norm == "layernorm" else x
+
+    @property
+    def q_rms(self) -> Tensor:
+        """[G]"""
+        channels = self.site.head_dim * (self.site.heads if self.spec.axis == "projection" else 1)
+        return (self.q_square / channels).sqrt()
+
+    def k_rms(self, shift: Tensor) -> Tensor:
+        """Of k - shift, [G]."""
+        return (self._k_square(shift) / shift.shape[-1]).clamp_min(0).sqrt()
+
+    def k_cv(self, shift: Tensor) -> Tensor:
+        """Coefficient of variation of |k - shift| over tokens, [G]: half that of its square, which is it to first order."""
+        centred = self.k_second - self.k_mean.unsqueeze(-1) * self.k_mean.unsqueeze(-2)
+        square = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1)
+        along = (shift.unsqueeze(-2) @ centred @ shift.unsqueeze(-1)).flatten()
+        together = ((self.k_third - self.k_mean * square.unsqueeze(-1)) * shift).sum(-1)
+        variance = self.k_fourth - square.square() + 4 * along - 4 * together
+        return variance.clamp_min(0).sqrt() / (2 * self._k_square(shift).clamp_min(1e-30))
+
+    def best_shift(self) -> Tensor:
+        """The shift that leaves |k - shift| varying least, [G, E]; zero where a rotation follows the norm."""
+        if not shiftable(self.site, self.spec):
+            return torch.zeros_like(self.k_mean)
+        mean = self.k_mean
+        square = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        centred = self.k_second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        own = mean.square().sum(-1, keepdim=True)
+        skew = self.k_third - mean * square - 2 * ((self.k_second @ mean.unsqueeze(-1)).squeeze(-1) - mean * own)
+        ridge = SHIFT_RIDGE * centred.diagonal(dim1=-2, dim2=-1).mean(-1)
+        eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        # The floor keeps constant keys, whose centred moment is zero, from making the system singular.
+        system = 2 * (centred + (ridge + 1e-12 * square.squeeze(-1) + 1e-30)[:, None, None] * eye)
+        return mean + torch.linalg.solve(system, skew)
+
+    def _k_square(self, shift: Tensor) -> Tensor:
+        square = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return square - 2 * (self.k_mean * shift).sum(-1) + shift.square().sum(-1)
+
+
+def shiftable(site: Site, spec: QKNorm) -> bool:
+    """Whether a key shift leaves the function as it is: not where a rotation comes between the norm and q.k."""
+    return not (site.rotated and spec.position == "before_rope")
+
+
+@torch.no_grad()
+def match(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> None:
+    """Sets shift, gains and scale to what the moments ask for, as far as the formula can hold it.
+
+    A formula with a gain per head holds each head's temperature; one shared by the heads holds their mean. A learned
+    scale takes sqrt(d) rms(q) rms(k - c) and leaves the rest to the gains.
+    """
+    spec = moments.spec
+    shift = moments.best_shift()
+    if k_norm.shift is not None:
+        k_norm.shift.copy_(shift.flatten())
+    q, k = moments.q_rms.expand(q_norm.heads), moments.k_rms(shift).expand(k_norm.heads)
+    if q_norm.scale is not None:
+        per_head = q * k.repeat_interleave(q_norm.heads // k_norm.heads) * q_norm.head_dim * q_norm.attention_scale
+        scale = per_head if q_norm.scale.numel() > 1 else per_head.mean(0, keepdim=True)
+        if spec.scale_max is not None:
+            scale = scale.clamp(1e-6, spec.scale_max).log()
+        q_norm.scale.copy_(scale)
+    else:
+        length = q_norm.head_dim**0.5 if spec.norm == "l2" else 1.0
+        for norm, gain in ((q_norm, q * length), (k_norm, k * length)):
+            if norm.weight is not None:
+                held = gain if spec.gain == "per_head" else gain.square().mean(0, keepdim=True).sqrt()
+                norm.weight.copy_(held.repeat_interleave(norm.head_dim) - (1.0 if spec.zero_centered else 0.0))
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What calibration did at one site, as insertion.json holds it. Gains are a value a head."""
+
+    site: str
+    gain_q: list[float]
+    gain_k: list[float]
+    shift_share: float
+    """Share of key energy that the shift takes away."""
+    key_norm_cv_before: float
+    """Coefficient of variation of |k| over tokens: what the norm erases, and so the predictor of shock."""
+    key_norm_cv_after: float
+    logit_absmax_before: float
+    """Largest |logit| of the original on the calibration images."""
+    logit_bound: float | None
+    """Largest |logit| that the norms now allow."""
+
+
+@torch.no_grad()
+def describe(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> LayerCalibration:
+    """What the norms now are, beside what the original did."""
+    zero = torch.zeros_like(moments.k_mean)
+    shift = zero if k_norm.shift is None else k_norm.shift.double().view_as(zero)
+    before, after = moments.k_rms(zero).square().sum(), moments.k_rms(shift).square().sum()
+    absmax = moments.stats.logit_absmax
+    assert absmax is not None
+
+    def per_head(norm: HeadNorm) -> list[float]:
+        gains = norm.gain.double().view(-1, norm.head_dim).square().mean(-1).sqrt()
+        return [float(g) for g in gains.expand(norm.heads)]
+
+    return LayerCalibration(
+        site=moments.site.name,
+        gain_q=per_head(q_norm),
+        gain_k=per_head(k_norm),
+        shift_share=float(1 - after / before.clamp_min(1e-30)),
+        key_norm_cv_before=float(moments.k_cv(zero).mean()),
+        key_norm_cv_after=float(moments.k_cv(shift).mean()),
+        logit_absmax_before=float(absmax.max()),
+        logit_bound=logit_bound(q_norm, k_norm, rotated=moments.site.rotated),
+    )

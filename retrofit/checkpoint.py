@@ -1,0 +1,212 @@
+"""Models from and to disk: pretrained checkpoints of both libraries, and retrofitted ones in a folder of our own.
+
+A folder written here holds model.safetensors and retrofit.json, and no config.json: no other library can take it for a
+model without QK-Norm. Nothing that is loaded runs code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+import retrofit
+from retrofit.errors import CheckpointError, ModelError, RetrofitError
+from retrofit.models import family_named, family_of, sites_of
+from retrofit.models.family import Request
+from retrofit.models.preprocess import Preprocess
+from retrofit.qknorm import QKNorm
+from retrofit.runfiles import publishing, read_json, write_json
+from retrofit.surgery import insert_blank, spec_of
+
+MANIFEST = "retrofit.json"
+WEIGHTS = "model.safetensors"
+FORMAT = 1
+_SOURCES = "a model is `nano`, `timm/NAME`, `hf/ID`, `timm:DIR`, `hf:DIR`, or DIR, a folder that retrofit wrote"
+
+
+def load_model(
+    source: str,
+    num_classes: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    image_size: int | None = None,
+    seed: int = 0,
+    model_args: Mapping[str, Any] | None = None,
+    pretrained: bool = True,
+) -> nn.Module:
+    """A pretrained model as its own library makes it, in evaluation mode.
+
+    Args:
+        source: `nano` | `timm/NAME` | `hf/ID` | `timm:DIR` | `hf:DIR` | `DIR` (a folder that retrofit wrote).
+        num_classes: replaces the classification head by one of this size; None keeps the checkpoint's.
+        dtype: of the weights. float32 unless named, whatever the checkpoint is stored in.
+        image_size: side of the input in pixels; the library resamples position embeddings. None: the checkpoint's.
+        seed: the new head's weights follow from it alone (and all weights, where not `pretrained`).
+        model_args: passed to timm.create_model, or set on the configuration of a transformers model.
+
+    Raises ModelError, with what would work. The global random state stays as it is.
+    """
+    kind, _, name = source.partition("/") if source.startswith(("timm/", "hf/")) else source.partition(":")
+    if source == "nano":
+        library, name, local = "timm", str(files("retrofit.assets") / "nano"), True
+    elif kind in ("timm", "hf") and name:
+        library, local = {"timm": "timm", "hf": "transformers"}[kind], not source.startswith(f"{kind}/")
+    elif (Path(source) / MANIFEST).is_file():
+        if model_args or not pretrained or image_size is not None:
+            raise ModelError(f"{source} is a folder that retrofit wrote; its structure and image size are fixed")
+        model = load(source)
+        library = family_of(model).library
+        return _finished(model, num_classes, dtype, seed)
+    else:
+        raise ModelError(f"{source} is no model{_hint(Path(source))}; {_SOURCES}")
+    request = Request(
+        source=source,
+        name=name,
+        local=local,
+        classifier=num_classes is not None,
+        image_size=image_size,
+        model_args=model_args or {},
+        pretrained=pretrained,
+        seed=seed,
+    )
+    return _finished(family_named(library).load(request), num_classes, dtype, seed)
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    about: Mapping[str, Any] | None = None,
+    owned: Collection[str] = (),
+    force: bool = False,
+) -> None:
+    """Writes a model, retrofitted or not, so that `load` gives the same one back in another process.
+
+    Args:
+        about: anything that JSON can hold about where the model comes from.
+        owned: names of further files in the folder that may be replaced.
+
+    Raises RetrofitError for a folder that holds files of somebody else, unless `force`.
+    """
+    with saving(Path(folder), owned=owned, force=force) as scratch:
+        write_model(model, scratch, about=about)
+
+
+def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> AbstractContextManager[Path]:
+    """A scratch folder that becomes `folder` when the block ends well. What an earlier save wrote there is replaced."""
+    earlier = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    ours = {str(name) for name in earlier.get("files", {})} if isinstance(earlier, dict) else set()
+    return publishing(folder, MANIFEST, owned={*ours, *owned}, force=force)
+
+
+def write_model(model: nn.Module, folder: Path, *, about: Mapping[str, Any] | None = None) -> None:
+    """model.safetensors and retrofit.json, which lists every file that lies in `folder` by its hash."""
+    family = family_of(model)
+    spec = spec_of(model)
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+    safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    manifest = {
+        "format": FORMAT,
+        "library": family.library,
+        "model": family.config(model),
+        "qk_norm": None if spec is None else asdict(spec),
+        "sites": [site.name for site in sites_of(model)[0] if site.norms is not None],
+        "preprocess": family.preprocess(model),
+        "labels": family.labels(model),
+        "versions": versions(),
+        "about": about or {},
+        "files": {p.name: file_hash(p) for p in sorted(folder.iterdir()) if p.name != MANIFEST},
+    }
+    write_json(folder / MANIFEST, manifest)
+
+
+def load(folder: str | Path) -> nn.Module:
+    """The model that `save` wrote, with its norms, in evaluation mode and the dtype it was saved in.
+
+    Raises CheckpointError for a folder that is not whole, or whose files are not those that were written.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for name, digest in manifest["files"].items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is not whole: {name} is missing")
+        if name == WEIGHTS and file_hash(folder / name) != digest:
+            raise CheckpointError(f"{folder / name} is not the file that was written: its hash differs")
+    try:
+        family = family_named(manifest["library"])
+        model = family.build(manifest["model"])
+        if manifest["qk_norm"] is not None:
+            insert_blank(model, QKNorm(**manifest["qk_norm"]))
+        placed = [site.name for site in sites_of(model)[0] if site.norms is not None]
+        if placed != manifest["sites"]:
+            raise CheckpointError(f"{folder}: the norms belong at other places than this version puts them")
+        model.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS), strict=True, assign=True)
+        family.set_labels(model, manifest["labels"])
+        family.set_preprocess(model, Preprocess(**manifest["preprocess"]))
+    except RetrofitError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        written, here = manifest.get("versions"), versions()
+        raise CheckpointError(f"{folder} does not fit together: {reason} (written with {written}, here {here})") from error
+    return model.eval()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """retrofit.json, checked for what every reader needs. Raises CheckpointError."""
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}{_hint(folder)}; name a folder that retrofit wrote")
+    manifest = read_json(folder / MANIFEST)
+    needed = {"format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
+    if not isinstance(manifest, dict) or not needed <= manifest.keys() or not isinstance(manifest["files"], dict):
+        raise CheckpointError(f"{folder / MANIFEST} is not what retrofit writes")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads {FORMAT}")
+    return manifest
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    names = ("torch", "timm", "transformers", "accelerate")
+    return {"retrofit": retrofit.__version__, **{name: importlib.metadata.version(name) for name in names}}
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _finished(model: nn.Module, num_classes: int | None, dtype: torch.dtype, seed: int) -> nn.Module:
+    if num_classes is not None:
+        family_of(model).new_head(model, num_classes, seed)
+    return model.to(dtype).eval()
+
+
+def _hint(path: Path) -> str:
+    """What kind of model folder `path` seems to be, in words that follow a message."""
+    if not path.is_dir():
+        return "" if path.exists() else " (there is no such file or folder)"
+    try:
+        config = read_json(path / "config.json")
+    except RetrofitError:
+        return ""
+    if isinstance(config, dict) and "architecture" in config:
+        return f" (it looks like a timm folder: timm:{path})"
+    if isinstance(config, dict) and "model_type" in config:
+        return f" (it looks like a transformers folder: hf:{path})"
+    return ""

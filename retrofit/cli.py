@@ -1,0 +1,246 @@
+"""The command line: one short handler a subcommand. torch is imported only where a command needs it.
+
+Exit codes: 0 success; 2 a user's mistake; 3 checked, and the answer is no; 1 a fault of ours; 130, 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import retrofit
+from retrofit.errors import RetrofitError
+from retrofit.qknorm import PRESETS, QKNorm
+from retrofit.runfiles import dumps, read_json
+
+OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
+_SRC = "`nano`, hf/ID, a folder of images or a parquet file"
+_MODEL = "`nano`, timm/NAME, hf/ID, timm:DIR, hf:DIR, or a folder that retrofit wrote"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    settings = [word for word in rest if "=" in word and not word.startswith("-")]
+    strange = [word for word in rest if word not in settings]
+    if strange or (settings and not hasattr(args, "settings")):
+        parser.error(f"unrecognized arguments: {' '.join(strange or settings)}")
+    if hasattr(args, "settings"):
+        args.settings = [*args.settings, *settings]
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return int(args.handler(args))
+    except RetrofitError as error:
+        lines = str(error).splitlines()
+        print(f"retrofit: {lines[0]}" if len(lines) == 1 else "retrofit:\n  " + "\n  ".join(lines), file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("retrofit: interrupted; what had finished is kept, and the same command goes on from there", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        sys.stderr.close()
+        return OK
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from retrofit.checkpoint import load_model
+    from retrofit.data import eval_batches, open_images
+    from retrofit.models import evaluating, family_of, sites_of
+    from retrofit.probes import probe
+
+    model = load_model(args.model, image_size=args.image_size)
+    family = family_of(model)
+    images = open_images(args.data, args.images)
+    with evaluating(model), probe(model) as seen:
+        for batch in eval_batches(images, family.preprocess(model), 16):
+            family.forward(model, batch.pixels)
+    sites, skipped = sites_of(model)
+    document = {
+        "model": args.model,
+        "data": args.data,
+        "images": len(images),
+        "sites": len(sites),
+        "skipped": skipped,
+        "layers": seen.rows(),
+    }
+    if args.json:
+        print(dumps(document, indent=2))
+    else:
+        from retrofit.tables import print_probe
+
+        print_probe(document)
+    return OK
+
+
+def _apply(args: argparse.Namespace) -> int:
+    from retrofit.checkpoint import load_model
+    from retrofit.data import eval_batches, open_images
+    from retrofit.export import export_model
+    from retrofit.models import family_of
+    from retrofit.surgery import insert_qk_norm
+    from retrofit.tables import shock_lines
+
+    spec = QKNorm.preset(args.preset, **_changes(args.settings))
+    model = load_model(args.model, image_size=args.image_size)
+    preprocess = family_of(model).preprocess(model)
+    images = open_images(args.data, args.images)
+    # Every fourth image is kept out of calibration, to measure insertion shock on.
+    held_out = [i for i in range(len(images)) if i % 4 == 3]
+    calibration = [i for i in range(len(images)) if i % 4 != 3]
+    insertion = insert_qk_norm(
+        model,
+        spec,
+        images=(b.pixels for b in eval_batches(images.subset(calibration), preprocess, 64)),
+        init=args.init,
+        held_out=[b.pixels for b in eval_batches(images.subset(held_out), preprocess, 64)] if held_out else None,
+    )
+    about = {"base": args.model, "data": args.data, "init": args.init, "calibration_images": len(calibration)}
+    about["shock"] = {init: shock.document() for init, shock in insertion.shock.items()}
+    sample = next(eval_batches(images, preprocess, 4)).pixels
+    findings = export_model(model, args.output, about=about, images=sample, force=args.force)
+    print(f"{len(insertion.sites)} attention layers now have {spec.describe()}")
+    print("\n".join([*shock_lines(insertion.shock), *findings, f"written to {args.output}"]))
+    return OK
+
+
+def _pair(args: argparse.Namespace) -> int:
+    from retrofit.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, args.settings)
+    run_dir = args.output or Path("runs") / Path(args.recipe).stem
+    if args.dry_run:
+        from retrofit.pair import describe_plan
+
+        print(describe_plan(recipe))
+        return OK
+    from retrofit.pair import run_pair
+
+    run_pair(recipe, run_dir, shard=args.shard, force=args.force, command=["retrofit", *sys.argv[1:]])
+    return _write_report(run_dir, args.force)
+
+
+def _report(args: argparse.Namespace) -> int:
+    return _write_report(args.run_dir, args.force)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from retrofit.export import export_run
+
+    findings = export_run(args.run_dir, args.output, arm=args.arm, seed=args.seed, lr=args.lr, force=args.force)
+    print("\n".join([*findings, f"exported to {args.output}"]))
+    return OK
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from retrofit.export import verify
+
+    proof = verify(args.dir)
+    print("\n".join(proof.findings), file=sys.stdout if proof.ok else sys.stderr)
+    return OK if proof.ok else NO
+
+
+def _write_report(run_dir: Path, force: bool) -> int:
+    from retrofit.report import write_report
+
+    path = write_report(run_dir, force=force)
+    document = read_json(path.with_suffix(".json"))
+    print(document["verdict"]["sentence"])
+    print(f"report: {path}")
+    return OK
+
+
+def _changes(settings: Sequence[str]) -> dict[str, Any]:
+    """`gain=per_head eps=1e-6`, as keyword arguments of QKNorm."""
+    from retrofit.recipe import parse_value
+
+    changes = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise RetrofitError(f"{setting!r} is not a setting; write key=value, such as gain=per_head")
+        changes[key] = parse_value(text)
+    return changes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="retrofit", description=retrofit.__doc__)
+    parser.add_argument("--version", action="version", version=f"retrofit {retrofit.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, handler: Any, words: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=words, description=words)
+        sub.set_defaults(handler=handler)
+        return sub
+
+    def force(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--force", action="store_true", help="write over files that retrofit did not write")
+
+    sub = command("probe", _probe, "see what a model's attention does on some images")
+    sub.add_argument("model", metavar="MODEL", help=_MODEL)
+    sub.add_argument("--data", metavar="SRC", default="nano", help=_SRC)
+    sub.add_argument("--images", metavar="N", type=_count, default=64, help="at most so many (default 64)")
+    sub.add_argument("--image-size", metavar="PIXELS", type=_count, help="side of the input (default: the model's)")
+    sub.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+
+    sub = command("apply", _apply, "put QK-Norm into a model, without training")
+    sub.add_argument("model", metavar="MODEL", help=_MODEL)
+    sub.add_argument("settings", nargs="*", metavar="key=value", default=[], help="fields of QKNorm, e.g. gain=per_head")
+    sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
+    sub.add_argument("--preset", default="qwen3", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
+    sub.add_argument("--init", default="match", choices=["match", "ones"], help="start of the norm (default match)")
+    sub.add_argument("--data", metavar="SRC", default="nano", help=f"images to calibrate on: {_SRC}")
+    sub.add_argument("--images", metavar="N", type=_count, default=128, help="how many (default 128)")
+    sub.add_argument("--image-size", metavar="PIXELS", type=_count, help="side of the input (default: the model's)")
+    force(sub)
+
+    sub = command("pair", _pair, "fine-tune the arms of a recipe as matched pairs, and report")
+    sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a shipped recipe such as nano")
+    sub.add_argument("settings", nargs="*", metavar="key.sub=value", default=[], help="e.g. train.lr=[1e-4,3e-4]")
+    sub.add_argument("-o", "--output", metavar="RUN_DIR", type=Path, help="default: runs/RECIPE")
+    sub.add_argument("--dry-run", action="store_true", help="show the resolved recipe and the plan, train nothing")
+    sub.add_argument("--shard", metavar="I/N", type=_shard, default=(1, 1), help="train only part I of N")
+    force(sub)
+
+    sub = command("report", _report, "make the report of a run folder again, from its files")
+    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    force(sub)
+
+    sub = command("export", _export, "write a fine-tuned model for use elsewhere, and prove it")
+    sub.add_argument("run_dir", metavar="RUN_DIR|DIR", type=Path)
+    sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
+    sub.add_argument("--to", choices=["retrofit"], default="retrofit", help="layout (default: a folder for retrofit.load)")
+    sub.add_argument("--arm", metavar="NAME", help="default: the first that is not the baseline")
+    sub.add_argument("--seed", metavar="N", type=int, help="default: the first that finished")
+    sub.add_argument("--lr", metavar="LR", type=float, help="default: the arm's best by validation loss")
+    force(sub)
+
+    sub = command("verify", _verify, "prove that an export computes what it should; exit 3 if not")
+    sub.add_argument("dir", metavar="DIR", type=Path)
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 1 to N, such as 2/8")
+    return int(part), int(parts)
+
+
+def _terminated(_number: int, _frame: Any) -> NoReturn:
+    print("retrofit: terminated; what had finished is kept, and the same command goes on from there", file=sys.stderr)
+    sys.exit(128 + signal.SIGTERM)
+
+

@@ -1,0 +1,211 @@
+"""transformers' models. Lines are of transformers 5.24."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, PreTrainedModel
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.utils import logging
+
+from retrofit.errors import ModelError
+from retrofit.models.family import Family, Request, fresh_head, own_random_state
+from retrofit.models.hub import fetching
+from retrofit.models.preprocess import Preprocess
+from retrofit.models.site import AttentionClass
+
+_vit_like = partial(
+    AttentionClass, heads="num_attention_heads", scale="scaling", after="key_states = self.k_proj(hidden_states)"
+)
+ATTENTION = (
+    _vit_like("transformers.models.vit.modeling_vit.ViTAttention"),
+    _vit_like("transformers.models.deit.modeling_deit.DeiTAttention"),
+    _vit_like("transformers.models.dinov2.modeling_dinov2.Dinov2Attention"),
+    _vit_like(
+        "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention"
+    ),
+)
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
+
+
+class TransformersFamily(Family):
+    library = "transformers"
+    attention = ATTENTION
+
+    def owns(self, model: nn.Module) -> bool:
+        return isinstance(model, PreTrainedModel)
+
+    def load(self, request: Request) -> nn.Module:
+        if request.local and not (Path(request.name) / "config.json").is_file():
+            raise ModelError(
+                f"{request.source}: {request.name} has no config.json, as transformers' folders have; "
+                "use timm:DIR for a timm folder"
+            )
+        with fetching(request.source):
+            try:
+                config = AutoConfig.from_pretrained(request.name, trust_remote_code=False)
+            except (ValueError, KeyError) as error:
+                raise ModelError(f"{request.source} is no model that transformers knows: {_one_line(error)}") from error
+        for key, value in request.model_args.items():
+            setattr(config, key, value)
+        classifies = any("ForImageClassification" in a for a in config.architectures or ())
+        auto = AutoModelForImageClassification if classifies or request.classifier else AutoModel
+        try:
+            with fetching(request.source), own_random_state(request.seed):
+                model: nn.Module = self._make(auto, config, request)
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(f"{request.source} cannot be loaded by transformers: {_one_line(error)}") from error
+        self.set_preprocess(model, _preprocess_of(request, config))
+        return model.eval()
+
+    def new_head(self, model: nn.Module, num_classes: int, seed: int) -> None:
+        old = self.head(model)
+        if not isinstance(old, nn.Linear):
+            raise ModelError(f"{type(model).__name__} cannot take a new classification head")
+        weight = old.weight
+        new = nn.utils.skip_init(nn.Linear, old.in_features, num_classes, device=weight.device, dtype=weight.dtype)
+        fresh_head(new, seed)
+        model.classifier = new
+        model.num_labels = model.config.num_labels = num_classes
+
+    @staticmethod
+    def _make(auto: Any, config: Any, request: Request) -> nn.Module:
+        if not request.pretrained:
+            return auto.from_config(config)  # type: ignore[no-any-return]
+        with _quiet():  # its report of missing and unexpected weights is judged below
+            model, info = auto.from_pretrained(
+                request.name,
+                config=config,
+                dtype="float32",
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        lost = sorted(k for k in info["missing_keys"] if not (request.classifier and k.startswith("classifier.")))
+        if lost:
+            raise ModelError(f"{request.source} lacks weights that {type(model).__name__} needs: {', '.join(lost[:5])}")
+        normed = sorted(k for k in info["unexpected_keys"] if "q_norm" in k or "k_norm" in k)
+        if normed:
+            raise ModelError(
+                f"{request.source} holds a QK-Norm ({normed[0]}, …) that {type(model).__name__} would drop silently; "
+                "load the folder that retrofit wrote"
+            )
+        return model  # type: ignore[no-any-return]
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        config = model.config.to_dict()
+        config.pop("_name_or_path", None)
+        return {"class": type(model).__name__, "config": config}
+
+    def build(self, config: Mapping[str, Any]) -> nn.Module:
+        cls = getattr(transformers, config["class"], None)
+        if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
+            raise ModelError(f"transformers {transformers.__version__} has no model {config['class']}")
+        with own_random_state(0):
+            model: nn.Module = cls(AutoConfig.for_model(**config["config"]))
+        return model
+
+    def forward(self, model: nn.Module, images: Tensor) -> Any:
+        # ViT and its kin resample position embeddings only when asked to; DINOv2 does by itself.
+        asked = "interpolate_pos_encoding" in inspect.signature(type(model).forward).parameters
+        resample = asked and images.shape[-1] != model.config.image_size
+        return model(pixel_values=images, **({"interpolate_pos_encoding": True} if resample else {}))
+
+    def logits(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        return self.forward(model, images).logits if self.head(model) is not None else None
+
+    def tokens(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        tokens: Tensor | None = getattr(self.forward(model.base_model, images), "last_hidden_state", None)
+        return tokens if tokens is not None and tokens.ndim == 3 else None
+
+    def prefix_tokens(self, model: nn.Module) -> int:
+        distilled = 1 if model.config.model_type == "deit" else 0
+        return 1 + distilled + int(getattr(model.config, "num_register_tokens", 0))
+
+    def token_count(self, model: nn.Module) -> int | None:
+        patch = _side(getattr(model.config, "patch_size", None))
+        side = self.preprocess(model).image_size
+        return None if patch is None else (side // patch) ** 2 + self.prefix_tokens(model)
+
+    def head(self, model: nn.Module) -> nn.Module | None:
+        head = getattr(model, "classifier", None)
+        return head if isinstance(head, nn.Module) and not isinstance(head, nn.Identity) else None
+
+    def preprocess(self, model: nn.Module) -> Preprocess:
+        known = getattr(model, "retrofit_preprocess", None)
+        if isinstance(known, Preprocess):
+            return known
+        size = model.config.image_size
+        request = Request(source=model.name_or_path, name=model.name_or_path, image_size=None)
+        return _preprocess_of(request, model.config) if request.name else _preprocess_from({}, size)
+
+    def set_preprocess(self, model: nn.Module, preprocess: Preprocess) -> None:
+        model.retrofit_preprocess = preprocess
+
+    def labels(self, model: nn.Module) -> tuple[str, ...]:
+        names = [str(v) for _, v in sorted(model.config.id2label.items(), key=lambda kv: int(kv[0]))]
+        made_up = all(n == f"LABEL_{i}" for i, n in enumerate(names))
+        return () if made_up or self.head(model) is None else tuple(names)
+
+    def set_labels(self, model: nn.Module, labels: Sequence[str]) -> None:
+        if labels:
+            model.config.id2label = dict(enumerate(labels))
+            model.config.label2id = {name: i for i, name in enumerate(labels)}
+
+    def unfuse(self, model: nn.Module) -> None:
+        model.set_attn_implementation("eager")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings and progress bar for the block."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _preprocess_of(request: Request, config: Any) -> Preprocess:
+    """From the folder's or repository's preprocessor_config.json; ImageNet's figures where there is none."""
+    try:
+        content, _ = BaseImageProcessor.get_image_processor_dict(request.name)
+    except OSError:
+        content = {}
+    return _preprocess_from(content, config.image_size, request.image_size)
+
+
+def _preprocess_from(content: Mapping[str, Any], model_size: Any, asked: int | None = None) -> Preprocess:
+    resize = _side(content.get("size")) or _side(model_size) or 224
+    crop = _side(content.get("crop_size")) if content.get("do_center_crop") else None
+    return Preprocess(
+        image_size=asked or crop or resize,
+        mean=tuple(content.get("image_mean") or (0.485, 0.456, 0.406)),
+        std=tuple(content.get("image_std") or (0.229, 0.224, 0.225)),
+        interpolation=_RESAMPLE.get(content.get("resample", 3), "bicubic"),
+        crop_pct=crop / resize if crop else 1.0,
+    )
+
+
+def _side(size: Any) -> int | None:
+    """Sizes come as 224, [224, 224], {"shortest_edge": 256} or {"height": 224, "width": 224}."""
+    if isinstance(size, Mapping):
+        size = size.get("shortest_edge") or size.get("height")
+    if isinstance(size, list | tuple):
+        size = size[-1]
+    return int(size) if size else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:199] + "…"

@@ -1,0 +1,171 @@
+"""timm's models. Lines are of timm 1.0.31."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+
+from retrofit.errors import ModelError, nearest
+from retrofit.models.family import Family, Request, fresh_head, own_random_state
+from retrofit.models.hub import fetching
+from retrofit.models.preprocess import Preprocess
+from retrofit.models.site import AttentionClass
+
+ATTENTION = (
+    AttentionClass("timm.layers.attention.Attention"),
+    AttentionClass("timm.models.vision_transformer_relpos.RelPosAttention"),
+    AttentionClass("timm.layers.attention.AttentionRope", kv_heads="num_kv_heads", rope="rope"),
+    AttentionClass("timm.models.eva.EvaAttention", rope="rope"),
+)
+
+
+_ORIGIN = ("file", "source", "url", "state_dict")
+"""Where the weights came from on this machine; of no use to another one."""
+
+
+class TimmFamily(Family):
+    library = "timm"
+    attention = ATTENTION
+
+    def owns(self, model: nn.Module) -> bool:
+        return hasattr(model, "pretrained_cfg") and hasattr(model, "forward_features")
+
+    def load(self, request: Request) -> nn.Module:
+        config = _folder_config(request) if request.local else {}
+        name = f"local-dir:{request.name}" if request.local else _known(request.name)
+        architecture = config["architecture"] if request.local else name
+        cfg = config.get("pretrained_cfg") or timm.models.get_pretrained_cfg(architecture).to_dict()
+        args = dict(request.model_args)
+        if request.image_size is not None and cfg.get("fixed_input_size"):
+            args.setdefault("img_size", request.image_size)
+        try:
+            with fetching(request.source), own_random_state(request.seed):
+                model: nn.Module = timm.create_model(name, pretrained=request.pretrained, **args)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise ModelError(f"{request.source} cannot be built by timm: {_first_line(error)}") from error
+        if not hasattr(model, "_model_args"):  # timm before 1.0.21 does not keep what it was called with
+            model._model_args = {**config.get("model_args", {}), **args}
+        if request.image_size is not None:
+            self.set_preprocess(model, replace(self.preprocess(model), image_size=request.image_size))
+        return model.eval()
+
+    def new_head(self, model: nn.Module, num_classes: int, seed: int) -> None:
+        if not hasattr(model, "reset_classifier"):
+            raise ModelError(f"{type(model).__name__} cannot take a new classification head")
+        with own_random_state(seed):
+            model.reset_classifier(num_classes)
+        head = self.head(model)
+        assert head is not None
+        like = next(p for p in model.parameters() if p.is_floating_point())
+        fresh_head(head.to(device=like.device, dtype=like.dtype), seed)
+        self.set_labels(model, ())
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        args = {k: v for k, v in getattr(model, "_model_args", {}).items() if k != "num_classes"}
+        config = {
+            "architecture": model.pretrained_cfg.get("architecture"),
+            "num_classes": model.num_classes,
+            "model_args": args,
+            "pretrained_cfg": {k: v for k, v in model.pretrained_cfg.items() if v is not None and k not in _ORIGIN},
+        }
+        try:
+            return dict(json.loads(json.dumps(config)))
+        except TypeError as error:
+            raise ModelError(f"the model was built with arguments that a file cannot hold: {error}") from None
+
+    def build(self, config: Mapping[str, Any]) -> nn.Module:
+        with own_random_state(0):
+            model: nn.Module = timm.create_model(
+                config["architecture"], num_classes=config["num_classes"], **config["model_args"]
+            )
+        model._model_args = dict(config["model_args"])
+        model.pretrained_cfg = dict(config["pretrained_cfg"])
+        return model
+
+    def forward(self, model: nn.Module, images: Tensor) -> Any:
+        return model(images)
+
+    def logits(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        return model(images) if self.head(model) is not None else None
+
+    def tokens(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        features: Tensor = model.forward_features(images)
+        return features if features.ndim == 3 else None
+
+    def prefix_tokens(self, model: nn.Module) -> int:
+        return int(getattr(model, "num_prefix_tokens", 0))
+
+    def token_count(self, model: nn.Module) -> int | None:
+        patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
+        return None if patches is None else int(patches) + self.prefix_tokens(model)
+
+    def head(self, model: nn.Module) -> nn.Module | None:
+        if not getattr(model, "num_classes", 0):
+            return None
+        classifier = model.get_classifier()
+        return nn.ModuleList(classifier) if isinstance(classifier, tuple) else classifier
+
+    def preprocess(self, model: nn.Module) -> Preprocess:
+        config = resolve_model_data_config(model)
+        return Preprocess(
+            image_size=int(config["input_size"][-1]),
+            mean=tuple(config["mean"]),
+            std=tuple(config["std"]),
+            interpolation=config["interpolation"],
+            crop_pct=float(config["crop_pct"]),
+        )
+
+    def set_preprocess(self, model: nn.Module, preprocess: Preprocess) -> None:
+        figures = {k: v for k, v in asdict(preprocess).items() if k != "image_size"}
+        size = (3, preprocess.image_size, preprocess.image_size)
+        model.pretrained_cfg = {**model.pretrained_cfg, **figures, "input_size": size}
+
+    def labels(self, model: nn.Module) -> tuple[str, ...]:
+        return tuple(model.pretrained_cfg.get("label_names") or ())
+
+    def set_labels(self, model: nn.Module, labels: Sequence[str]) -> None:
+        model.pretrained_cfg = {**model.pretrained_cfg, "label_names": list(labels) or None}
+
+    def unfuse(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+
+
+def _known(name: str) -> str:
+    """The name, if timm has such a model. Raises ModelError with the nearest names."""
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        raise ModelError(f"timm has no model {name}{nearest(name, [*timm.list_models(), *timm.list_pretrained()])}")
+    tags = [p.partition(".")[2] for p in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise ModelError(f"timm has no weights {name}; {architecture} has: {', '.join(tags) or 'none'}")
+    return name
+
+
+def _folder_config(request: Request) -> dict[str, Any]:
+    """config.json of a folder in timm's hub layout."""
+    path = Path(request.name)
+    if not path.is_dir():
+        raise ModelError(f"{request.source}: there is no folder {path}")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or "architecture" not in config:
+            raise ValueError("no architecture")
+    except (OSError, ValueError):
+        raise ModelError(
+            f"{request.source}: {path} has no config.json that names timm's architecture, as timm's hub folders have; "
+            "use hf:DIR for a transformers folder"
+        ) from None
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

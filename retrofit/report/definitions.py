@@ -1,0 +1,27 @@
+"""What the report's words mean, and where they come from: its last section."""
+
+from __future__ import annotations
+
+DEFINITIONS = (
+    "Pair: two runs with the same seed, learning rate, data order, augmentation and first head, one with "
+    "and one without the norm (Bouthillier et al. 2021, arXiv:2103.03098). At their own best rates the two "
+    "runs of a pair share the seed and differ in the rate.",
+    "Verdict: better or worse where the Holm-adjusted paired t interval leaves out 0, from three pairs on; "
+    "else undecided; provisional under six pairs. Holm (1979) holds the chance of any false verdict in a "
+    "table at 5 percent. Accuracy and loss are two families.",
+    "Sign-flip p: the share of all 2^n ways to swap the arms within pairs that give a mean difference as "
+    "large (Fisher 1935). It assumes nothing about the distribution and cannot fall below 2/2^n.",
+    "Diverged: the loss or a gradient stopped being finite. Such a run counts with accuracy 1/K and loss "
+    "log K for K classes, and is never left out.",
+    "Learning-rate sensitivity: mean over the tested rates of min(validation loss, log K) minus the best of "
+    "them, in nats (Wortsman et al. 2023, arXiv:2309.14322). log K stands for the loss at the start.",
+    "Spike: a value more than 6 standard deviations above the mean of the 128 before it (OLMo-core, "
+    "StabilityMonitorCallback). Spike score: share of steps with one, in loss or gradient norm.",
+    "Largest logit: the largest absolute value of scale × q·k before the softmax. Entropy: of the softmax's "
+    "rows, divided by the logarithm of the number of visible keys.",
+    "Bound: the largest logit that the norm's gains allow, sqrt(d) × max |gain of q × gain of k| for a norm "
+    "over each head without bias.",
+    "Insertion shock: cosine between the final tokens of the retrofitted and the original model (1: "
+    "unmoved), and KL divergence of the class probabilities, original to retrofitted.",
+    "Kimi K2's cap of 100: arXiv:2507.20534. OLMo 2's spike score: arXiv:2501.00656.",
+)

@@ -1,0 +1,150 @@
+"""The report's figures: which panels each has, and what each panel shows.
+
+A figure is a row of small panels that a phone shows below each other. Panels of a figure share the range of
+their axes and their colours, so that arms and learning rates compare at a glance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LogNorm, Normalize
+
+from retrofit.report import plots
+from retrofit.report.svg import svg
+from retrofit.report.words import rate
+
+Document = Mapping[str, Any]
+MARKS = "●■▲◆▼★"
+"""The mark of each arm in legends, as plots.py draws it, so that colour is never the only difference."""
+_WIDE, _SMALL = 360, 280
+"""Widths in CSS pixels: a panel that stands alone, and one of several."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    svg: str
+    wide: bool = False
+
+
+def panels(name: str, document: Document) -> list[Panel]:
+    """The panels of a figure; none where the document has nothing to draw."""
+    return list(_FIGURES[name](document))
+
+
+def legend(name: str, document: Document) -> list[str]:
+    """The arms that a figure tells apart by mark and colour, in the order of MARKS."""
+    return _arms(document) if name in ("accuracy", "losses", "logit_lines") else []
+
+
+def _accuracy(document: Document) -> Iterable[Panel]:
+    chance = 1 / document["study"]["classes"]
+    for precision in document["study"]["precisions"]:
+        runs = [r for r in document["runs"] if r["counted_as"] and r["precision"] == precision]
+        if runs:
+            draw = partial(plots.accuracies, runs=runs, arms=_arms(document), chance=chance)
+            yield Panel(_titled("", precision, document), svg(draw, (_WIDE, 220)), wide=True)
+
+
+def _differences(document: Document) -> Iterable[Panel]:
+    arms = _arms(document)
+    compared = [c for c in document["comparisons"] if c["pairs"]]
+    for precision, arm in dict.fromkeys((c["precision"], c["arm"]) for c in compared):
+        rows = [c for c in compared if (c["precision"], c["arm"]) == (precision, arm)]
+        draw = partial(plots.differences, comparisons=rows, arm=arms.index(arm))
+        title = _titled(arm if len(arms) > 2 else "", precision, document)
+        yield Panel(title, svg(draw, (_WIDE, 60 + 30 * len(rows))), wide=True)
+
+
+def _losses(document: Document) -> Iterable[Panel]:
+    curves = document["curves"]
+    values = [v for c in curves for v in c["loss"] if v is not None]
+    if not values:
+        return
+    limits = {
+        "low": min(values),
+        "high": float(np.percentile(values, 99)),
+    }  # a blow-up must not flatten the rest
+    for precision, lr in _places(curves):
+        here = [c for c in curves if (c["precision"], c["lr"]) == (precision, lr)]
+        draw = partial(plots.losses, curves=here, arms=_arms(document), **limits)
+        yield Panel(_titled(f"learning rate {rate(lr)}", precision, document), svg(draw, (_SMALL, 200)))
+
+
+def _logit_lines(document: Document) -> Iterable[Panel]:
+    seen = _positive(document["traces"])
+    if not seen:
+        return
+    for precision, lr in _places(document["traces"]):
+        here = [
+            {**t, "bound": _bound(document, t)}
+            for t in document["traces"]
+            if (t["precision"], t["lr"]) == (precision, lr)
+        ]
+        draw = partial(plots.logits, traces=here, arms=_arms(document), low=min(seen), high=max(seen))
+        yield Panel(_titled(f"learning rate {rate(lr)}", precision, document), svg(draw, (_SMALL, 200)))
+
+
+def _bound(document: Document, trace: Mapping[str, Any]) -> float | None:
+    """The largest logit that the norms of an arm at a rate allow in any layer, at the last probe."""
+    place = (trace["precision"], trace["arm"], trace["lr"])
+    layers = [x for x in document["layers"] if (x["precision"], x["arm"], x["lr"]) == place]
+    return max((x["logit_bound_after"] for x in layers if x["logit_bound_after"] is not None), default=None)
+
+
+def _logit_maps(document: Document) -> Iterable[Panel]:
+    seen = _positive(document["traces"])
+    if seen:
+        low, high = min(seen), max(seen)
+        scale = LogNorm(low, high if high > 1.01 * low else 2 * low)
+        yield from _heatmaps(document, "logit_absmax", scale, "largest logit")
+
+
+def _entropy_maps(document: Document) -> Iterable[Panel]:
+    if any(v is not None for t in document["traces"] for row in t["entropy_share"] for v in row):
+        yield from _heatmaps(document, "entropy_share", Normalize(0, 1), "entropy, share of the largest")
+
+
+def _heatmaps(document: Document, key: str, scale: Normalize, label: str) -> Iterable[Panel]:
+    """A panel an arm and rate, under one strip that shows the colour scale of all."""
+    yield Panel("", svg(partial(plots.strip, scale=scale, label=label), (_WIDE, 54)), wide=True)
+    for trace in document["traces"]:
+        title = _titled(f"{trace['arm']}, learning rate {rate(trace['lr'])}", trace["precision"], document)
+        height = 70 + 14 * min(len(trace["sites"]), 16)
+        draw = partial(plots.heatmap, trace=trace, key=key, scale=scale)
+        yield Panel(title, svg(draw, (_SMALL, height)))
+
+
+def _positive(traces: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Every largest logit that a log axis can show."""
+    return [v for t in traces for row in t["logit_absmax"] for v in row if v]
+
+
+def _arms(document: Document) -> list[str]:
+    return [a["name"] for a in document["study"]["arms"]]
+
+
+def _places(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """(precision, learning rate) of the panels, rates rising."""
+    return sorted({(r["precision"], r["lr"]) for r in rows})
+
+
+def _titled(title: str, precision: str, document: Document) -> str:
+    if len(document["study"]["precisions"]) < 2:
+        return title
+    return f"{title}, {precision}" if title else precision
+
+
+_FIGURES: dict[str, Callable[[Document], Iterable[Panel]]] = {
+    "accuracy": _accuracy,
+    "differences": _differences,
+    "losses": _losses,
+    "logit_lines": _logit_lines,
+    "logit_maps": _logit_maps,
+    "entropy_maps": _entropy_maps,
+}

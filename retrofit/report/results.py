@@ -1,0 +1,226 @@
+"""Run folder -> the document that every form of the report shows: report.json, by schema.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrofit import stats
+from retrofit.report import attention, compare
+from retrofit.report.read import BASELINE, Run, Study, count, items, number, read_study, table, text
+from retrofit.report.verdict import verdict
+from retrofit.runfiles import plain
+
+SCHEMA = "qknorm-retrofit/report/1"
+"""Stands in every report.json, and marks it as one that retrofit wrote."""
+_CURVE_POINTS = 60
+_LAYER_NUMBERS = (
+    "shift_share",
+    "key_norm_cv_before",
+    "key_norm_cv_after",
+    "logit_absmax_before",
+    "logit_bound",
+)
+
+
+def build_report(run_dir: Path) -> dict[str, Any]:
+    """The report's document for a run folder, from its files alone; the same files give the same document.
+
+    Raises RetrofitError where the folder does not exist or holds no run.
+    """
+    study = read_study(Path(run_dir))
+    best = compare.best_rates(study)
+    comparisons, unmatched = compare.comparisons(study, best)
+    layers = attention.layers(study)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "verdict": {},
+        "study": _study(study),
+        "runs": [_run(run, study.classes) for run in study.runs],
+        "best_rates": best,
+        "comparisons": comparisons,
+        "lr_sensitivity": compare.lr_sensitivity(study),
+        "insertion": [_insertion(arm, content) for arm, content in study.insertions.items() if content],
+        "logits": attention.extremes(layers),
+        "layers": layers,
+        "traces": attention.traces(study),
+        "curves": [_curve(run) for run in study.runs if run.loss],
+        "cost": list(_cost(study)),
+        "faults": [{"path": f.path, "reason": f.reason} for f in [*study.faults, *unmatched]],
+    }
+    document["verdict"] = verdict(document)
+    result: dict[str, Any] = plain(document)
+    return result
+
+
+def _study(study: Study) -> dict[str, Any]:
+    """What was run: everything that run.json tells, and the axes of the plan."""
+    manifest = study.manifest
+    recipe = table(manifest.get("recipe"))
+    arms = table(recipe.get("arms"))
+    counted = sum(run.counts for run in study.runs)
+    return {
+        "retrofit_version": text(manifest.get("version")),
+        "created": text(manifest.get("created")),
+        "command": _texts(manifest.get("command")),
+        "model": text(table(recipe.get("model")).get("source")),
+        "data": text(table(recipe.get("data")).get("source")),
+        "arms": [
+            {
+                "name": arm,
+                "qk_norm": dict(table(table(arms.get(arm)).get("qk_norm"))) or None,
+                "formula": text(study.insertions.get(arm, {}).get("formula")),
+                "init": text(table(arms.get(arm)).get("init"))
+                if table(arms.get(arm)).get("qk_norm")
+                else None,
+            }
+            for arm in study.arms
+        ],
+        "lrs": sorted({run.key.lr for run in study.runs}),
+        "seeds": sorted({run.key.seed for run in study.runs}),
+        "precisions": compare.precisions(study),
+        "classes": study.classes,
+        "class_names": _texts(manifest.get("classes")),
+        "runs_planned": len(study.runs),
+        "runs_counted": counted,
+        "recipe": dict(recipe),
+        "splits": {
+            str(name): {
+                "images": count(table(split).get("images")),
+                "sha256": text(table(split).get("sha256")),
+            }
+            for name, split in table(manifest.get("data")).items()
+        },
+        "environment": {str(k): text(v) for k, v in table(manifest.get("environment")).items()},
+    }
+
+
+def _run(run: Run, classes: int) -> dict[str, Any]:
+    result = run.result
+    counted = None
+    if run.counts:
+        score = run.test
+        accuracy, loss = (score.accuracy, score.loss) if score else (None, None)
+        accuracy, loss = stats.outcome(run.status == "diverged", accuracy, loss, classes)
+        counted = {"accuracy": accuracy, "loss": loss}
+    return {
+        "arm": run.key.arm,
+        "lr": run.key.lr,
+        "seed": run.key.seed,
+        "precision": run.key.precision,
+        "folder": run.key.folder,
+        "status": run.status,
+        "diverged_at": count(result.get("diverged_at")),
+        "test": _score(run, "test"),
+        "validation": _score(run, "validation"),
+        "counted_as": counted,
+        "train_loss": number(result.get("train_loss")),
+        "steps": count(result.get("steps")),
+        "epochs": number(result.get("epochs")),
+        "batch_size": count(result.get("batch_size")),
+        "parameters": count(result.get("parameters")),
+        "parameters_added": count(result.get("parameters_added")),
+        "attention": text(result.get("attention")),
+        "device": text(result.get("device")),
+        "seconds": number(result.get("seconds")),
+        "seconds_per_step": float(np.median(run.seconds)) if run.seconds else None,
+        "spike_score": stats.spike_score(run.loss, run.grad_norm),
+    }
+
+
+def _score(run: Run, split: str) -> dict[str, Any] | None:
+    """The split's score; none of a diverged run's weights, which mean nothing."""
+    score = getattr(run, split)
+    if score is None or run.status == "diverged":
+        return None
+    return {"accuracy": score.accuracy, "loss": score.loss, "images": score.images}
+
+
+def _insertion(arm: str, content: Any) -> dict[str, Any]:
+    """insertion.json with every number checked."""
+    shock = {
+        str(start): {
+            "cosine_class_token": number(table(table(s).get("cosine_tokens")).get("class")),
+            "cosine_patch_tokens": number(table(table(s).get("cosine_tokens")).get("patch")),
+            "kl": number(table(s).get("kl")),
+            "top1_agreement": number(table(s).get("top1_agreement")),
+            "images": count(table(s).get("images")),
+        }
+        for start, s in table(content.get("shock")).items()
+    }
+    return {
+        "arm": arm,
+        "formula": text(content.get("formula")),
+        "init": text(content.get("init")),
+        "sites": count(content.get("sites")),
+        "skipped": [
+            {"name": text(table(s).get("name")), "reason": text(table(s).get("reason"))}
+            for s in items(content.get("skipped"))
+        ],
+        "calibration_images": count(content.get("calibration_images")),
+        "held_out_images": count(content.get("held_out_images")),
+        "shock": shock,
+        "layers": [
+            {"site": text(table(x).get("site")), **{k: number(table(x).get(k)) for k in _LAYER_NUMBERS}}
+            for x in items(content.get("layers"))
+        ],
+    }
+
+
+def _curve(run: Run) -> dict[str, Any]:
+    """The training loss, each point the mean of a few steps, so that a report of many runs stays small."""
+    width = -(-len(run.loss) // _CURVE_POINTS)
+    starts = range(0, len(run.loss), width)
+    return {
+        "arm": run.key.arm,
+        "precision": run.key.precision,
+        "lr": run.key.lr,
+        "seed": run.key.seed,
+        "steps_per_point": width,
+        "steps": [float(np.mean(run.steps[i : i + width])) for i in starts],
+        "loss": [_mean(run.loss[i : i + width]) for i in starts],
+        "spikes": [run.steps[i] for i in np.flatnonzero(stats.spikes(run.loss))],
+        "diverged_at": count(run.result.get("diverged_at")),
+    }
+
+
+def _cost(study: Study) -> Iterable[dict[str, Any]]:
+    """What an arm costs more than the baseline: parameters, and the step's time, paired by rate and seed."""
+    for precision in compare.precisions(study):
+        for arm in study.arms:
+            runs = [r for r in study.runs if r.counts and (r.key.precision, r.key.arm) == (precision, arm)]
+            if not runs:
+                continue
+            ratios = [
+                float(np.median(run.seconds) / np.median(twin.seconds))
+                for run, twin in compare.pairs(study)
+                if run in runs and run.seconds and twin.seconds
+            ]
+            medians = [float(np.median(r.seconds)) for r in runs if r.seconds]
+            yield {
+                "arm": arm,
+                "precision": precision,
+                "parameters": _first(count(r.result.get("parameters")) for r in runs),
+                "parameters_added": _first(count(r.result.get("parameters_added")) for r in runs),
+                "seconds_per_step": float(np.median(medians)) if medians else None,
+                "time_ratio": float(np.median(ratios)) if ratios and arm != BASELINE else None,
+                "time_ratio_range": [min(ratios), max(ratios)] if ratios and arm != BASELINE else None,
+                "pairs": len(ratios),
+            }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    finite = [v for v in values if v is not None]
+    return float(np.mean(finite)) if finite else None
+
+
+def _first(values: Iterable[int | None]) -> int | None:
+    return next((v for v in values if v is not None), None)
+
+
+def _texts(value: Any) -> list[str]:
+    """Those items of a list that can be shown in words."""
+    return [shown for item in items(value) if (shown := text(item)) is not None]

@@ -1,0 +1,232 @@
+"""The verdict in words. No sentence says more than the comparisons behind it carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retrofit.report.read import BASELINE
+from retrofit.report.words import accuracy, band, difference, interval, joined, listed, number, plural, rate
+from retrofit.stats import FIRM_PAIRS, MIN_PAIRS
+
+_RISE = 1.5
+"""A largest logit that grows by less than this factor is called steady."""
+
+
+def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The headline, the sentences under it, what they cannot show, and the verdicts they stand on."""
+    compared = [c for c in document["comparisons"] if c["pairs"]]
+    own = [c for c in document["comparisons"] if c["kind"] == "own_best"]
+    arms = [a["name"] for a in document["study"]["arms"]]
+    pairs = min((c["pairs"] for c in own), default=0)
+    sentences = [s for c in own for s in _about_arm(document, c)]
+    if not own:
+        sentences = [_nothing_compared(document, arms), *_training(document)]
+    return {
+        "headline": _headline(document, own, arms),
+        "pairs": pairs,
+        "provisional": bool(compared) and pairs < FIRM_PAIRS,
+        "sentences": sentences,
+        "limits": _limits(document, compared, arms),
+        "arms": [
+            {
+                "arm": c["arm"],
+                "precision": c["precision"],
+                "at_own_best_rate": c["accuracy"]["verdict"],
+                "at_same_rate": [
+                    {"lr": s["lr"], "pairs": s["pairs"], "verdict": s["accuracy"]["verdict"]}
+                    for s in _same_rate(document, c)
+                ],
+            }
+            for c in own
+        ],
+    }
+
+
+def _headline(document: Mapping[str, Any], own: Sequence[Any], arms: Sequence[str]) -> str:
+    if len(arms) < 2:
+        return "A training report: no second arm to compare with"
+    if not any(c["pairs"] for c in document["comparisons"]):
+        return "Nothing to compare yet"
+    pairs = min((c["pairs"] for c in own), default=0)
+    if pairs < MIN_PAIRS:
+        return f"Undecided: {plural(pairs, 'pair')} cannot decide"
+    parts = []
+    for c in own:
+        word = c["accuracy"]["verdict"]
+        best = f"{_named(c['arm'], c, document)} against {BASELINE}: {word} at the best learning rates"
+        decided = {
+            w: [rate(s["lr"]) for s in _same_rate(document, c) if s["accuracy"]["verdict"] == w]
+            for w in _WORDS
+        }
+        parts += [joined([best, *(f"{w} at {listed(rates)}" for w, rates in decided.items() if rates)], ", ")]
+    text = "; ".join(parts)
+    return f"Provisional, {pairs} pairs. {text}" if pairs < FIRM_PAIRS else text
+
+
+_WORDS = ("better", "worse")
+
+
+def _about_arm(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [_own_best(document, own), *_rate_finding(document, own)]
+
+
+def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
+    """The fair comparison of quality: each arm at the rate that validation chose for it."""
+    arm = _named(c["arm"], c, document)
+    if not c["pairs"]:
+        return (
+            f"At their own best learning rates ({arm} {rate(c['lr'])}, {BASELINE} {rate(c['baseline_lr'])}) "
+            f"the two arms have no seed in common yet."
+        )
+    return (
+        f"Each at its own best learning rate, chosen on validation, {arm} (at {rate(c['lr'])}) is right on "
+        f"{accuracy(c['means']['arm']['accuracy'])} of the test images and {BASELINE} (at "
+        f"{rate(c['baseline_lr'])}) on {accuracy(c['means']['baseline']['accuracy'])}: a difference of "
+        f"{difference(c['accuracy']['mean'])}{_support(c)}."
+    )
+
+
+def _rate_finding(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Above the baseline's best rate: the highest rate with a decided verdict, else the highest tested."""
+    arm = _named(own["arm"], own, document)
+    above = [c for c in _same_rate(document, own) if c["pairs"] and c["lr"] > own["baseline_lr"]]
+    if not above:
+        return [f"No higher learning rate than {BASELINE}'s best was tested with both arms."]
+    decided = [c for c in above if c["accuracy"]["verdict"] != "undecided"]
+    c = max(decided or above, key=lambda c: float(c["lr"]))
+    change = c["accuracy"]["mean"]
+    place = "the highest tested" if c["lr"] == max(a["lr"] for a in above) else f"above {BASELINE}'s best"
+    ends = (
+        "ends level"
+        if change == 0
+        else f"ends {difference(abs(change), sign=False)} {'higher' if change > 0 else 'lower'}"
+    )
+    text = f"At learning rate {rate(c['lr'])}, {place}, {arm} {ends}{_support(c)}"
+    ran_away = {
+        name: n for name, n in (("baseline", c["diverged"]["baseline"]), ("arm", c["diverged"]["arm"])) if n
+    }
+    if ran_away:
+        told = [
+            f"{n} of {c['pairs']} runs of {BASELINE if k == 'baseline' else arm}" for k, n in ran_away.items()
+        ]
+        text += f"; {joined(told, ' and ')} diverged and count as chance"
+    return [text + _logit_clause(document, c) + "."]
+
+
+def _logit_clause(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
+    """What the largest attention logit did meanwhile, where the probes of both arms tell."""
+    told = {x["arm"]: x for x in document["logits"] if (x["precision"], x["lr"]) == (c["precision"], c["lr"])}
+    base, arm = told.get(BASELINE), told.get(c["arm"])
+    if not base or not arm or None in (base["before"], base["ever"], arm["before"], arm["ever"]):
+        return ""
+    rose = base["ever"] >= _RISE * base["before"]
+    held = arm["ever"] < _RISE * arm["before"]
+    one = f"{BASELINE}'s largest attention logit " + (
+        f"rose from {number(base['before'])} to {number(base['ever'])}"
+        if rose
+        else f"stayed within {number(base['ever'])}"
+    )
+    other = (
+        f"{c['arm']}'s stayed within {number(arm['ever'])}"
+        if held
+        else f"{c['arm']}'s rose from {number(arm['before'])} to {number(arm['ever'])}"
+    )
+    return f"; {one}, {other}"
+
+
+def _support(c: Mapping[str, Any]) -> str:
+    """`(98.3 % interval …, 3 pairs): undecided`, or as much of it as there is."""
+    m = c["accuracy"]
+    told = [f"{band(m['level'])} interval {interval(m['interval'])}"] if m["interval"] else []
+    told.append(plural(c["pairs"], "pair"))
+    word = m["verdict"] if c["pairs"] >= MIN_PAIRS else "undecided, under three pairs decide nothing"
+    return f" ({', '.join(told)}: {word})"
+
+
+def _limits(document: Mapping[str, Any], compared: Sequence[Any], arms: Sequence[str]) -> list[str]:
+    """What the numbers above cannot show."""
+    study, limits = document["study"], []
+    if compared:
+        pairs = min((c["pairs"] for c in compared if c["kind"] == "own_best"), default=0)
+        floor = f"{2.0 ** (1 - pairs):.3g}" if pairs else None
+        if 0 < pairs < MIN_PAIRS:
+            limits.append(
+                f"With {plural(pairs, 'pair')} no verdict is given; three are the least, six make it firm."
+            )
+        elif pairs and pairs < FIRM_PAIRS:
+            limits.append(
+                f"With {pairs} pairs the exact sign-flip p cannot fall below {floor}: the verdicts rest on "
+                "the t interval, which assumes roughly normal differences. Six pairs make a verdict firm."
+            )
+        elif pairs:
+            limits.append(f"With {pairs} pairs the exact sign-flip p cannot fall below {floor}.")
+        limits.append("Undecided means that these runs cannot tell, not that the arms are equal.")
+        if any(b["edge"] for b in document["best_rates"]):
+            edges = listed(
+                [
+                    f"{b['arm']}'s ({rate(b['lr'])}, the {b['edge']})"
+                    for b in document["best_rates"]
+                    if b["edge"]
+                ]
+            )
+            limits.append(
+                "The best learning rate lies at the edge of those tested, so a better one may lie beyond: "
+                f"{edges}."
+            )
+        limits.append(
+            "The same learning rate is not the same step for both arms: with QK-Norm the weights of q and "
+            "k work only by their direction."
+        )
+    left = study["runs_planned"] - study["runs_counted"]
+    if left:
+        limits.append(
+            f"{left} of {plural(study['runs_planned'], 'planned run')} have no result and are not counted."
+        )
+    if study["runs_counted"]:
+        model, data = study["model"] or "one model", study["data"] or "one data set"
+        limits.append(
+            f"One checkpoint ({model}), one data set ({data}), one recipe: other models, data and lengths "
+            "of training were not tested."
+        )
+    return limits
+
+
+def _nothing_compared(document: Mapping[str, Any], arms: Sequence[str]) -> str:
+    if len(arms) < 2:
+        return f"Only one arm, {arms[0]}, was trained, so nothing is compared."
+    done = listed(
+        [f"{a} {sum(r['arm'] == a and r['counted_as'] is not None for r in document['runs'])}" for a in arms]
+    )
+    return f"No verdict: not every arm has a run with a result (runs with one: {done})."
+
+
+def _training(document: Mapping[str, Any]) -> list[str]:
+    """What a plain training came to."""
+    told = []
+    for best in document["best_rates"]:
+        runs = [
+            r["counted_as"]["accuracy"]
+            for r in document["runs"]
+            if r["counted_as"]
+            and (r["arm"], r["precision"], r["lr"]) == (best["arm"], best["precision"], best["lr"])
+        ]
+        told.append(
+            f"At its best learning rate, {rate(best['lr'])}, chosen on validation, "
+            f"{_named(best['arm'], best, document)} is right on {accuracy(sum(runs) / len(runs))} of the "
+            f"test images (mean of {plural(len(runs), 'run')})."
+        )
+    return told
+
+
+def _same_rate(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[Any]:
+    return [
+        c
+        for c in document["comparisons"]
+        if c["kind"] == "same_rate" and (c["arm"], c["precision"]) == (own["arm"], own["precision"])
+    ]
+
+
+def _named(arm: str, row: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """The arm, with its precision where the study has several."""
+    return f"{arm} in {row['precision']}" if len(document["study"]["precisions"]) > 1 else arm

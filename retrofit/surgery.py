@@ -1,0 +1,228 @@
+"""Puts QK-Norm into a loaded model, and takes it out again. Everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.calibrate import LayerCalibration, Moments, describe, match, shiftable
+from retrofit.errors import ModelError, RetrofitError
+from retrofit.models import Site, Skipped, evaluating, family_of, sites_of
+from retrofit.norms import HeadNorm
+from retrofit.probes import tapped
+from retrofit.qknorm import QKNorm
+from retrofit.shock import Shock, outputs, shock
+
+Init = Literal["ones", "match"]
+Images = Tensor | Iterable[Tensor]
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """What `insert_qk_norm` did."""
+
+    spec: QKNorm
+    init: Init
+    sites: list[str]
+    """The attention modules that now have the norm."""
+    skipped: list[Skipped]
+    """The attention modules that have none, and why."""
+    layers: list[LayerCalibration] = field(default_factory=list)
+    """What calibration did at each site; empty with init="ones" and no images."""
+    shock: dict[str, Shock] = field(default_factory=dict)
+    """Shock on `held_out`, for `ones` and for the chosen init; empty without held-out images."""
+    norms: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+    """The norms' parameters as they went in, a mapping a site, for `insert_same`."""
+
+
+def insert_qk_norm(
+    model: nn.Module,
+    spec: QKNorm,
+    images: Images | None = None,
+    init: Init = "match",
+    held_out: Images | None = None,
+) -> Insertion:
+    """Puts QK-Norm into every supported attention of `model`, in place.
+
+    Args:
+        model: any module of timm or transformers, or one that contains such attention.
+        spec: the formula, such as QKNorm.preset("qwen3", gain="per_head").
+        images: preprocessed images to calibrate on, [B, 3, H, W] or an iterable of such; a few dozen do. No labels.
+        init: "match" keeps the attention that the model had as far as the formula can (calibrate.py); "ones" is the
+            formula's own start, and needs no images.
+        held_out: other images, on which insertion shock is measured.
+
+    Global random state, gradients, modes, hooks and every weight of the model stay as they are; its state dict gains
+    keys that end in q_norm.* and k_norm.*.
+
+    Raises:
+        RetrofitError: before any change, where the model has no supported attention, has QK-Norm already, or where
+            `match` has no images.
+    """
+    if init not in get_args(Init):
+        raise RetrofitError(f"init={init!r} is not one of {', '.join(get_args(Init))}")
+    if init != "ones" and images is None:
+        raise RetrofitError(
+            f'init="{init}" reads the model\'s attention: pass images=..., a preprocessed tensor [B, 3, H, W], '
+            'or take init="ones", which starts at the formula\'s own gain'
+        )
+    sites, skipped = _chosen(model, spec)
+    norms = [_norms(model, site, spec) for site in sites]
+    test = list(_batches(held_out, model)) if held_out is not None else []
+    count = sum(len(b) for b in test)
+    before = outputs(model, test) if test else None
+    moments = _measure(model, sites, spec, images) if images is not None else []
+
+    shocks: dict[str, Shock] = {}
+    layers: list[LayerCalibration] = []
+    try:
+        for site, (q_norm, k_norm) in zip(sites, norms, strict=True):
+            site.place(q_norm, k_norm)
+        if before is not None:
+            shocks["ones"] = shock(before, outputs(model, test), count)
+        if init == "match":
+            for (q_norm, k_norm), moment in zip(norms, moments, strict=True):
+                match(q_norm, k_norm, moment)
+            if before is not None:
+                shocks[init] = shock(before, outputs(model, test), count)
+        if moments:
+            layers = [describe(q, k, m) for (q, k), m in zip(norms, moments, strict=True)]
+    except BaseException:
+        for site in sites:
+            if site.norms is not None:
+                site.restore()
+        raise
+    return Insertion(spec, init, [s.name for s in sites], skipped, layers, shocks, [_state(q, k) for q, k in norms])
+
+
+def insert_same(model: nn.Module, insertion: Insertion) -> None:
+    """Puts the norms of an earlier insertion, calibration included, into another copy of the same model."""
+    sites, _ = _chosen(model, insertion.spec)
+    if len(sites) != len(insertion.norms):
+        raise ModelError(f"the model has {len(sites)} sites, the insertion {len(insertion.norms)}: not the same model")
+    for site, state in zip(sites, insertion.norms, strict=True):
+        q_norm, k_norm = _norms(model, site, insertion.spec)
+        nn.ModuleDict({"q_norm": q_norm, "k_norm": k_norm}).load_state_dict(state)
+        site.place(q_norm, k_norm)
+
+
+def insert_blank(model: nn.Module, spec: QKNorm) -> None:
+    """Puts norms in whose parameters a checkpoint is about to fill."""
+    for site in _chosen(model, spec)[0]:
+        site.place(*_norms(model, site, spec, scale_init=1.0))
+
+
+def remove_qk_norm(model: nn.Module) -> int:
+    """Takes out every norm that retrofit put in, and says how many sites had one. The base model is as it was.
+
+    Raises ModelError where there is none.
+    """
+    sites = [site for site in sites_of(model)[0] if site.norms is not None]
+    if not sites:
+        raise ModelError(f"{type(model).__name__} has no QK-Norm that retrofit put in")
+    for site in sites:
+        site.restore()
+    return len(sites)
+
+
+def spec_of(model: nn.Module) -> QKNorm | None:
+    """The formula that a model was retrofitted with; None for a model without."""
+    placed = [site.norms[0].spec for site in sites_of(model)[0] if site.norms is not None]
+    return placed[0] if placed else None
+
+
+def _chosen(model: nn.Module, spec: QKNorm) -> tuple[list[Site], list[Skipped]]:
+    """The sites that `spec` means, checked. Raises ModelError."""
+    sites, skipped = sites_of(model)
+    name = type(model).__name__
+    if not sites:
+        seen = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:3]) or "it has no attention with q and k"
+        raise ModelError(f"{name} has no attention that QK-Norm can go into ({seen})")
+    if any(site.norms is not None for site in sites):
+        raise ModelError(f"{name} already has QK-Norm from retrofit; remove_qk_norm(model) takes it out")
+    native = [site for site in sites if site.native]
+    if native:
+        kind = type(native[0].module.q_norm).__name__
+        raise ModelError(f"{name} was built with QK-Norm of its own ({native[0].name}.q_norm is {kind})")
+    hooked = [site.name for site in sites if "forward" in vars(site.module)]
+    if hooked:
+        raise ModelError(f"{hooked[0]} has had its forward replaced, as accelerate's hooks do; retrofit the model first")
+    if spec.position == "after_rope" and any(site.rotated for site in sites):
+        raise ModelError('position="after_rope" is not supported yet for models with RoPE; take position="before_rope"')
+    if spec.layers is not None:
+        wrong = [i for i in spec.layers if not -len(sites) <= i < len(sites)]
+        if wrong:
+            raise ModelError(f"layers={wrong} are not there: {name} has {len(sites)} attention layers, 0 to {len(sites) - 1}")
+        wanted = {i % len(sites) for i in spec.layers}
+        skipped = skipped + [Skipped(s.name, "not in layers") for i, s in enumerate(sites) if i not in wanted]
+        sites = [s for i, s in enumerate(sites) if i in wanted]
+    return sites, skipped
+
+
+def _norms(
+    model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None = None
+) -> tuple[HeadNorm, HeadNorm]:
+    """Fresh norms for one site, in the projection's dtype and on its device."""
+    weight = site.weight
+    dtype = weight.dtype if weight.dtype.is_floating_point else torch.float32
+    if spec.scale != "fixed":
+        scale_init = scale_init or spec.scale_init or _published_scale(model)
+    common: dict[str, Any] = {
+        "layout": site.kind.layout,
+        "attention_scale": site.scale,
+        "scale_init": scale_init,
+        "device": weight.device,
+        "dtype": dtype,
+    }
+    q_norm = HeadNorm(spec, "q", site.heads, site.head_dim, **common)
+    k_norm = HeadNorm(spec, "k", site.kv_heads, site.head_dim, shifted=shiftable(site, spec), **common)
+    return q_norm.train(site.module.training), k_norm.train(site.module.training)
+
+
+def _published_scale(model: nn.Module) -> float:
+    """log2(n^2 - n) for n tokens (Henry et al. 2020)."""
+    tokens = family_of(model).token_count(model)
+    if tokens is None:
+        raise RetrofitError("scale_init is needed: the number of tokens, which it follows from, is not known here")
+    return math.log2(tokens**2 - tokens)
+
+
+def _measure(model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> list[Moments]:
+    moments = {site.name: Moments.of(site, spec) for site in sites}
+    family = family_of(model)
+    with evaluating(model), tapped(sites, lambda reading: moments[reading.site.name].read(reading)):
+        for batch in _batches(images, model):
+            family.forward(model, batch)
+    idle = [name for name, m in moments.items() if not m.count]
+    if idle:
+        raise ModelError(f"{idle[0]} did not run on the calibration images, so that it cannot be calibrated")
+    return list(moments.values())
+
+
+def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:
+    """`images` as [B, 3, H, W] on the model's device and in its dtype, at most 64 a batch, one batch held at a time.
+
+    Raises RetrofitError for what is no batch of images.
+    """
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    none = True
+    for tensor in [images] if isinstance(images, Tensor) else images:
+        if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not tensor.is_floating_point():
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RetrofitError(f"images must be preprocessed floating-point tensors [B, 3, H, W], not {shape}")
+        for batch in tensor.split(_BATCH):
+            none = none and not len(batch)
+            yield batch.to(device=like.device, dtype=like.dtype)
+    if none:
+        raise RetrofitError("no images were given; a few dozen are needed")
+
+
+def _state(q_norm: HeadNorm, k_norm: HeadNorm) -> dict[str, Tensor]:
+    pair = nn.ModuleDict({"q_norm": q_norm, "k_norm": k_norm})
+    return {name: value.detach().clone() for name, value in pair.state_dict().items()}

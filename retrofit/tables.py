@@ -1,0 +1,76 @@
+"""What the command line prints for a person: tables in 100 columns, and a reading in plain words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from retrofit.shock import Shock
+
+WATCH, WARN, FAIL = 1e2, 1e3, 1e4
+"""Largest |logit|: Kimi K2 caps at 100; Wortsman et al. 2023 saw loss suffer from about 1e3, and every run above 1e4
+diverge; ViT-22B saw over 50,000 before it had a norm."""
+
+
+def print_probe(document: Mapping[str, Any]) -> None:
+    """The table of `retrofit probe`, layers down, and what it means."""
+    table = Table(title=f"{document['model']} on {document['images']} images of {document['data']}", title_justify="left")
+    for heading in ("layer", "q rms", "k rms", "common key", "largest logit", "bound", "entropy", "peaked rows"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
+    for row in document["layers"]:
+        bound = row["logit_bound"]
+        table.add_row(
+            row["site"],
+            f"{row['q_rms']:.2f}",
+            f"{row['k_rms']:.2f}",
+            f"{row['key_common_share']:.0%}",
+            f"{row['logit_absmax']:.1f}",
+            "none" if bound is None else f"{bound:.1f}",
+            f"{row['entropy_share']:.0%}",
+            f"{row['peaked_rows']:.1%}",
+        )
+    console = Console(file=sys.stdout, width=min(100, Console(file=sys.stdout).width) if sys.stdout.isatty() else 100)
+    console.print(table)
+    for line in reading(document):
+        console.print(line, highlight=False, markup=False)
+
+
+def reading(document: Mapping[str, Any]) -> list[str]:
+    """What the figures of a probe say, against published bands; no more than they carry."""
+    worst = max(document["layers"], key=lambda row: row["logit_absmax"])
+    largest = worst["logit_absmax"]
+    bands = [
+        (FAIL, "every published run above 10,000 diverged (Wortsman et al. 2023)"),
+        (WARN, "loss suffers from about 1,000 on (Wortsman et al. 2023)"),
+        (WATCH, "Kimi K2 caps logits at 100; watch whether it grows in training"),
+        (0.0, "within what trains well"),
+    ]
+    words = next(text for band, text in bands if largest >= band)
+    lines = [f"Largest |logit|: {largest:.1f} in {worst['site']}: {words}."]
+    lines += ["Entropy is a share of the logarithm of the visible keys. Low entropy alone is no fault."]
+    lines += [f"{s['name']}: {s['reason']}" for s in map(_plain, document["skipped"])]
+    return lines
+
+
+def shock_lines(shocks: Mapping[str, Shock]) -> Iterable[str]:
+    """How far the model moved when the norm went in, a line a start."""
+    for init, shock in shocks.items():
+        parts = [
+            f"{name} {value:.3f}"
+            for name, value in (
+                ("cosine of class tokens", shock.cosine_class),
+                ("of patch tokens", shock.cosine_patch),
+                ("same top class", shock.top1_agreement),
+            )
+            if value is not None
+        ]
+        yield f"start {init}, before any training, {shock.images} held-out images: {', '.join(parts) or 'not measurable'}"
+
+
+def _plain(skipped: Any) -> dict[str, str]:
+    return skipped if isinstance(skipped, dict) else {"name": skipped.name, "reason": skipped.reason}
