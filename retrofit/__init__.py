@@ -23,7 +23,16 @@ _HOMES = {
     "remove_qk_norm": "retrofit.surgery",
     "save": "retrofit.checkpoint",
 }
-__all__ = ["QKNorm", "RetrofitError", "insert_qk_norm", "load", "load_model", "probe", "remove_qk_norm", "save"]
+__all__ = [
+    "QKNorm",
+    "RetrofitError",
+    "insert_qk_norm",
+    "load",
+    "load_model",
+    "probe",
+    "remove_qk_norm",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,10 @@
 """How the norm goes in without shock: key shift and gains from what the probes read of the original attention.
 
-With q, k the original's vectors of one head (of the whole projection where the norm's axis is that), over the tokens
-of all calibration images:
+With q, k the original's vectors of one head (of the whole projection where the norm's axis is that), over all tokens
+of the calibration images:
 
-    shift   softmax over keys is blind to one vector c taken off every key, as long as no rotation follows the norm. c is
-            chosen so that |k - c| varies least over tokens, since that variation is what the norm then erases: with
+    shift   softmax over keys is blind to one vector c taken off every key, as long as no rotation follows the norm.
+            c is chosen so that |k - c| varies least over tokens, since the norm erases that variation: with
             x = k - E k, G = E x x^T and y = |x|^2 - E|x|^2 it solves 2 (G + lambda mean(diag G) I) (c - E k) = E x y.
             lambda, here 0.1, trades a truer attention for longer keys.
     gain    gain_q = rms(q) and gain_k = rms(k - c): the norm takes lengths away, the gain puts their mean back.
@@ -37,7 +37,8 @@ def _zero() -> Tensor:
 class Moments:
     """Streamed moments of one site's q and k, in groups: a group is a head, or the whole projection (G = 1).
 
-    With E channels a group: q_square [G], k_mean [G, E], k_second [G, E, E], k_third = E k|k|^2 [G, E], k_fourth = E|k|^4.
+    With E channels a group: q_square [G], k_mean [G, E], k_second [G, E, E], k_third = E k|k|^2 [G, E] and
+    k_fourth = E|k|^4 [G].
     """
 
     site: Site
@@ -87,7 +88,7 @@ class Moments:
         return (self._k_square(shift) / shift.shape[-1]).clamp_min(0).sqrt()
 
     def k_cv(self, shift: Tensor) -> Tensor:
-        """Coefficient of variation of |k - shift| over tokens, [G]: half that of its square, which is it to first order."""
+        """Coefficient of variation of |k - shift| over tokens, [G]; to first order, as half that of its square."""
         centred = self.k_second - self.k_mean.unsqueeze(-1) * self.k_mean.unsqueeze(-2)
         square = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1)
         along = (shift.unsqueeze(-2) @ centred @ shift.unsqueeze(-1)).flatten()
@@ -107,11 +108,12 @@ class Moments:
         ridge = SHIFT_RIDGE * centred.diagonal(dim1=-2, dim2=-1).mean(-1)
         eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
         # The floor keeps constant keys, whose centred moment is zero, from making the system singular.
-        system = 2 * (centred + (ridge + 1e-12 * square.squeeze(-1) + 1e-30)[:, None, None] * eye)
-        return mean + torch.linalg.solve(system, skew)
+        system: Tensor = 2 * (centred + (ridge + 1e-12 * square.squeeze(-1) + 1e-30)[:, None, None] * eye)
+        best: Tensor = mean + torch.linalg.solve(system, skew)
+        return best
 
     def _k_square(self, shift: Tensor) -> Tensor:
-        square = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1)
+        square: Tensor = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1)
         return square - 2 * (self.k_mean * shift).sum(-1) + shift.square().sum(-1)
 
 

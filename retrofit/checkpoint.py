@@ -159,8 +159,11 @@ def load(folder: str | Path) -> nn.Module:
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         written, here = manifest.get("versions"), versions()
-        raise CheckpointError(f"{folder} does not fit together: {reason} (written with {written}, here {here})") from error
-    return model.eval()
+        raise CheckpointError(
+            f"{folder} does not fit together: {reason} (written with {written}, here {here})"
+        ) from error
+    result: nn.Module = model.eval()
+    return result
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Exit codes: 0 success; 2 a user's mistake; 3 checked, and the answer is no; 1 a 
 from __future__ import annotations
 
 import argparse
-
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,10 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.handler(args))
     except RetrofitError as error:
         lines = str(error).splitlines()
-        print(f"retrofit: {lines[0]}" if len(lines) == 1 else "retrofit:\n  " + "\n  ".join(lines), file=sys.stderr)
+        print(
+            f"retrofit: {lines[0]}" if len(lines) == 1 else "retrofit:\n  " + "\n  ".join(lines),
+            file=sys.stderr,
+        )
         return MISTAKE
     except KeyboardInterrupt:
-        print("retrofit: interrupted; what had finished is kept, and the same command goes on from there", file=sys.stderr)
+        print(
+            "retrofit: interrupted; what had finished is kept, and the same command goes on from there",
+            file=sys.stderr,
+        )
         return 128 + signal.SIGINT
     except BrokenPipeError:
         sys.stderr.close()
@@ -190,7 +195,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("apply", _apply, "put QK-Norm into a model, without training")
     sub.add_argument("model", metavar="MODEL", help=_MODEL)
-    sub.add_argument("settings", nargs="*", metavar="key=value", default=[], help="fields of QKNorm, e.g. gain=per_head")
+    sub.add_argument(
+        "settings", nargs="*", metavar="key=value", default=[], help="fields of QKNorm, e.g. gain=per_head"
+    )
     sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     sub.add_argument("--preset", default="qwen3", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
     sub.add_argument("--init", default="match", choices=["match", "ones"], help="start of the norm (default match)")
@@ -214,7 +221,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("export", _export, "write a fine-tuned model for use elsewhere, and prove it")
     sub.add_argument("run_dir", metavar="RUN_DIR|DIR", type=Path)
     sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
-    sub.add_argument("--to", choices=["retrofit"], default="retrofit", help="layout (default: a folder for retrofit.load)")
+    sub.add_argument(
+        "--to", choices=["retrofit"], default="retrofit", help="layout (default: a folder for retrofit.load)"
+    )
     sub.add_argument("--arm", metavar="NAME", help="default: the first that is not the baseline")
     sub.add_argument("--seed", metavar="N", type=int, help="default: the first that finished")
     sub.add_argument("--lr", metavar="LR", type=float, help="default: the arm's best by validation loss")
@@ -240,7 +249,8 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _terminated(_number: int, _frame: Any) -> NoReturn:
-    print("retrofit: terminated; what had finished is kept, and the same command goes on from there", file=sys.stderr)
+    print(
+        "retrofit: terminated; what had finished is kept, and the same command goes on from there",
+        file=sys.stderr,
+    )
     sys.exit(128 + signal.SIGTERM)
-
-

@@ -107,7 +107,8 @@ class HeadNorm(nn.Module):
     def _normed(self, y: Tensor) -> Tensor:
         axes = [i for i, letter in enumerate(self.layout) if letter == "D" or (letter == "H" and self._whole)]
         if self.spec.norm == "l2":
-            return y / torch.linalg.vector_norm(y, dim=axes, keepdim=True).clamp_min(self.spec.eps)
+            length: Tensor = torch.linalg.vector_norm(y, dim=axes, keepdim=True)
+            return y / length.clamp_min(self.spec.eps)
         if self.spec.norm == "layernorm":
             y = y - y.mean(axes, keepdim=True)
         return y * torch.rsqrt(y.square().mean(axes, keepdim=True) + self.spec.eps)
@@ -130,7 +131,7 @@ def logit_bound(q_norm: HeadNorm, k_norm: HeadNorm, rotated: bool) -> float | No
     """The largest |q.k * scale| that these norms allow, over heads; None where a bias leaves it open.
 
     For the head axis: s * d * max over channels |gain_q gain_k|, and s * d * max|gain_q| * max|gain_k| where a rotation
-    mixes the channels in between; s the scale (1/sqrt(d) if the attention's own), d * s becoming s for the unit L2 norm.
+    mixes the channels in between; s the scale (1/sqrt(d) if the attention's own). For the unit L2 norm d * s is s.
     Over the whole projection the norms bound all heads together: times the number of heads. The shift does not enter.
     """
     spec = q_norm.spec

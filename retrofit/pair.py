@@ -43,7 +43,12 @@ class Study:
 
 
 def run_pair(
-    recipe: Recipe, run_dir: Path, *, shard: tuple[int, int] = (1, 1), force: bool = False, command: list[str] | None = None
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    shard: tuple[int, int] = (1, 1),
+    force: bool = False,
+    command: list[str] | None = None,
 ) -> None:
     """Trains every run of the recipe's plan that `run_dir` does not hold yet.
 
@@ -75,7 +80,9 @@ def describe_plan(recipe: Recipe) -> str:
     plan, steps = recipe.plan(), steps_of(recipe.train, len(splits.train))
     sizes = ", ".join(f"{n} {len(getattr(splits, n))}" for n in ("train", "validation", "test"))
     runs = "\n".join(f"  {key.folder}" for key in plan)
-    return f"{dump(recipe)}\nimages: {sizes}\nclasses: {len(splits.classes)}\n{len(plan)} runs of {steps} steps:\n{runs}"
+    return (
+        f"{dump(recipe)}\nimages: {sizes}\nclasses: {len(splits.classes)}\n{len(plan)} runs of {steps} steps:\n{runs}"
+    )
 
 
 def check_matched(run_dir: Path, plan: list[RunKey]) -> None:
@@ -199,7 +206,9 @@ def _part(plan: list[RunKey], shard: tuple[int, int]) -> list[RunKey]:
 
 def _check_machine(recipe: Recipe) -> None:
     if "fp16" in recipe.train.precision and PartialState().device.type == "cpu":
-        raise RetrofitError("train.precision: fp16 needs a GPU (accelerate computes float32 on a CPU); take bf16 or fp32")
+        raise RetrofitError(
+            "train.precision: fp16 needs a GPU (accelerate computes float32 on a CPU); take bf16 or fp32"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RetrofitError("several processes are not supported yet; run `retrofit pair` in one, or use --shard I/N")
 

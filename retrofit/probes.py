@@ -263,7 +263,9 @@ class AttentionStats:
 
     def row(self) -> dict[str, Any]:
         """The layer's figures: means over heads, but maxima for logits; as probes.jsonl holds them."""
-        assert self.logit_max is not None and self.logit_absmax is not None and self.logit_spread is not None
+        assert self.logit_max is not None, "this site did not run"
+        assert self.logit_absmax is not None
+        assert self.logit_spread is not None
         norms = self.site.norms
         return {
             "site": self.site.name,

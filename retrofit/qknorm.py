@@ -54,7 +54,13 @@ class QKNorm:
     """Which attention layers get the norm, counted from 0 in the model's order (negative: from the end). None: all."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("norm", Norm), ("axis", Axis), ("gain", Gain), ("position", Position), ("scale", Scale)):
+        for name, kind in (
+            ("norm", Norm),
+            ("axis", Axis),
+            ("gain", Gain),
+            ("position", Position),
+            ("scale", Scale),
+        ):
             value = getattr(self, name)
             if value not in get_args(kind):
                 raise RetrofitError(f"{name}={value!r} is not one of {', '.join(get_args(kind))}")

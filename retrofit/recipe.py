@@ -72,7 +72,10 @@ def _as_model(value: Any) -> Any:
     if isinstance(value, Mapping):
         for library in ("timm", "hf"):
             if library in value and "source" not in value:
-                return {"source": f"{library}/{value[library]}", **{k: v for k, v in value.items() if k != library}}
+                return {
+                    "source": f"{library}/{value[library]}",
+                    **{k: v for k, v in value.items() if k != library},
+                }
     return value
 
 
@@ -167,7 +170,11 @@ class Recipe:
         for name in self.arms:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
                 faults.append(f"arms.{name}: a name of letters, digits, _, - and . is needed, since it names a folder")
-        for key, values in (("lr", self.train.lr), ("seeds", self.train.seeds), ("precision", self.train.precision)):
+        for key, values in (
+            ("lr", self.train.lr),
+            ("seeds", self.train.seeds),
+            ("precision", self.train.precision),
+        ):
             shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
             if len(set(shown)) < len(shown):
                 faults.append(f"train.{key}: the same value stands there twice (to 6 digits)")

@@ -156,7 +156,7 @@ def claim(folder: Path, marker: str, force: bool = False) -> None:
         raise RetrofitError(f"{folder} is a file; name a folder to write to")
     if folder.is_dir() and not force and any(folder.iterdir()) and not (folder / marker).is_file():
         raise RetrofitError(
-            f"{folder} holds files that retrofit did not write; name a new folder, or add --force to write into this one"
+            f"{folder} holds files that retrofit did not write; name a new folder, or add --force to write here"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,12 @@ class Shock:
     def document(self) -> dict[str, Any]:
         """As insertion.json and retrofit.json hold it."""
         cosine = {"class": self.cosine_class, "patch": self.cosine_patch}
-        return {"cosine_tokens": cosine, "kl": self.kl, "top1_agreement": self.top1_agreement, "images": self.images}
+        return {
+            "cosine_tokens": cosine,
+            "kl": self.kl,
+            "top1_agreement": self.top1_agreement,
+            "images": self.images,
+        }
 
 
 def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Outputs:

@@ -175,9 +175,7 @@ def holm(p_values: Sequence[float], alpha: float = 0.05) -> tuple[list[float], l
     return adjusted, levels
 
 
-def verdicts(
-    family: Sequence[Sequence[float]], higher_is_better: bool = True, alpha: float = 0.05
-) -> list[Verdict]:
+def verdicts(family: Sequence[Sequence[float]], higher_is_better: bool = True, alpha: float = 0.05) -> list[Verdict]:
     """One verdict for each sample of paired differences in a family, Holm-adjusted over the family.
 
     Under three pairs: undecided. Else better or worse where the adjusted interval excludes 0, else undecided.
@@ -225,9 +223,7 @@ def spikes(values: Sequence[float | None], window: int = 128, sigmas: float = 6.
     finite = np.flatnonzero(np.isfinite(series))
     if finite.size <= window:
         return marked
-    before = np.lib.stride_tricks.sliding_window_view(series[finite], window)[
-        :-1
-    ]  # [values - window, window]
+    before = np.lib.stride_tricks.sliding_window_view(series[finite], window)[:-1]  # [values - window, window]
     mean, deviation = before.mean(axis=1), before.std(axis=1)
     marked[finite[window:]] = (series[finite[window:]] > mean + sigmas * deviation) & (deviation >= 1e-10)
     return marked

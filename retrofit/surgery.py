@@ -152,22 +152,24 @@ def _chosen(model: nn.Module, spec: QKNorm) -> tuple[list[Site], list[Skipped]]:
         raise ModelError(f"{name} was built with QK-Norm of its own ({native[0].name}.q_norm is {kind})")
     hooked = [site.name for site in sites if "forward" in vars(site.module)]
     if hooked:
-        raise ModelError(f"{hooked[0]} has had its forward replaced, as accelerate's hooks do; retrofit the model first")
+        raise ModelError(
+            f"{hooked[0]} has had its forward replaced, as accelerate's hooks do; retrofit the model first"
+        )
     if spec.position == "after_rope" and any(site.rotated for site in sites):
         raise ModelError('position="after_rope" is not supported yet for models with RoPE; take position="before_rope"')
     if spec.layers is not None:
         wrong = [i for i in spec.layers if not -len(sites) <= i < len(sites)]
         if wrong:
-            raise ModelError(f"layers={wrong} are not there: {name} has {len(sites)} attention layers, 0 to {len(sites) - 1}")
+            raise ModelError(
+                f"layers={wrong} are not there: {name} has {len(sites)} attention layers, 0 to {len(sites) - 1}"
+            )
         wanted = {i % len(sites) for i in spec.layers}
         skipped = skipped + [Skipped(s.name, "not in layers") for i, s in enumerate(sites) if i not in wanted]
         sites = [s for i, s in enumerate(sites) if i in wanted]
     return sites, skipped
 
 
-def _norms(
-    model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None = None
-) -> tuple[HeadNorm, HeadNorm]:
+def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None = None) -> tuple[HeadNorm, HeadNorm]:
     """Fresh norms for one site, in the projection's dtype and on its device."""
     weight = site.weight
     dtype = weight.dtype if weight.dtype.is_floating_point else torch.float32

@@ -19,8 +19,20 @@ diverge; ViT-22B saw over 50,000 before it had a norm."""
 
 def print_probe(document: Mapping[str, Any]) -> None:
     """The table of `retrofit probe`, layers down, and what it means."""
-    table = Table(title=f"{document['model']} on {document['images']} images of {document['data']}", title_justify="left")
-    for heading in ("layer", "q rms", "k rms", "common key", "largest logit", "bound", "entropy", "peaked rows"):
+    table = Table(
+        title=f"{document['model']} on {document['images']} images of {document['data']}",
+        title_justify="left",
+    )
+    for heading in (
+        "layer",
+        "q rms",
+        "k rms",
+        "common key",
+        "largest logit",
+        "bound",
+        "entropy",
+        "peaked rows",
+    ):
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for row in document["layers"]:
         bound = row["logit_bound"]
@@ -69,7 +81,8 @@ def shock_lines(shocks: Mapping[str, Shock]) -> Iterable[str]:
             )
             if value is not None
         ]
-        yield f"start {init}, before any training, {shock.images} held-out images: {', '.join(parts) or 'not measurable'}"
+        figures = ", ".join(parts) or "not measurable"
+        yield f"start {init}, before any training, {shock.images} held-out images: {figures}"
 
 
 def _plain(skipped: Any) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """One training loop over the arms of a pair, in lockstep: every batch is decoded once and given to each arm.
 
-Each arm has a model, an optimizer and an Accelerator of its own. Dropout and drop path are keyed by (seed, step), so that
-an arm's numbers do not depend on the others beside it.
+Each arm has a model, an optimizer and an Accelerator of its own. Dropout and drop path are keyed by (seed, step), so
+that an arm's numbers do not depend on the others beside it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,18 @@ class ArmRun:
         )
         prepared, optimizer = accelerator.prepare(model.train(), optimizer)
         folder = run_dir / key.folder
-        logs = [JsonLines(folder / name) for name in (runfiles.METRICS, runfiles.TIMINGS, runfiles.PROBES)]
-        return cls(key, folder, accelerator, prepared, optimizer, schedule, attention, *logs)
+        return cls(
+            key,
+            folder,
+            accelerator,
+            prepared,
+            optimizer,
+            schedule,
+            attention,
+            metrics=JsonLines(folder / runfiles.METRICS),
+            timings=JsonLines(folder / runfiles.TIMINGS),
+            probes=JsonLines(folder / runfiles.PROBES),
+        )
 
     @property
     def alive(self) -> bool:
@@ -159,7 +169,12 @@ class ArmRun:
             runfiles.write_bytes(self.folder / runfiles.PREDICTIONS, buffer.getvalue())
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         if self.alive:
-            about = {"arm": self.key.arm, "lr": self.key.lr, "seed": self.key.seed, "precision": self.key.precision}
+            about = {
+                "arm": self.key.arm,
+                "lr": self.key.lr,
+                "seed": self.key.seed,
+                "precision": self.key.precision,
+            }
             save(model, self.folder / runfiles.FINAL, about={**about, "base": recipe.model.source, **results})
         tail = self.losses[-max(1, len(self.losses) // 10) :]
         result = {
@@ -208,7 +223,13 @@ def train_lockstep(
     for arm in arms:
         arm.probe(0, probe_images)
     batches = train_batches(
-        splits.train, preprocess, recipe.data, seed=seed, batch_size=train.batch_size, steps=steps, workers=train.workers
+        splits.train,
+        preprocess,
+        recipe.data,
+        seed=seed,
+        batch_size=train.batch_size,
+        steps=steps,
+        workers=train.workers,
     )
     for step, batch in enumerate(batches):
         for arm in arms:

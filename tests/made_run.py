@@ -99,15 +99,12 @@ def _manifest(
             },
         },
         "plan": [
-            {"arm": a, "lr": lr, "seed": s, "precision": "bf16", "folder": folder_of(a, lr, s)}
-            for a, lr, s in plan
+            {"arm": a, "lr": lr, "seed": s, "precision": "bf16", "folder": folder_of(a, lr, s)} for a, lr, s in plan
         ],
         "classes": [f"class {k}" for k in range(CLASSES)],
         "data": {
             name: {"images": n, "sha256": f"{i:064x}"}
-            for i, (name, n) in enumerate(
-                {"train": 4000, "validation": images, "test": images}.items(), start=10
-            )
+            for i, (name, n) in enumerate({"train": 4000, "validation": images, "test": images}.items(), start=10)
         },
         "environment": {
             "python": "3.11.7",

@@ -63,9 +63,7 @@ def folder(root: Path, classes: dict[str, int]) -> Path:
     return root
 
 
-def parquet(
-    path: Path, labels: list[Any], features: Any = None, image: str = "image", label: str = "label"
-) -> Path:
+def parquet(path: Path, labels: list[Any], features: Any = None, image: str = "image", label: str = "label") -> Path:
     rows = [{"bytes": encoded(picture(i)), "path": None} for i in range(len(labels))]
     table = pa.table({image: rows, label: labels}, schema=features and features.arrow_schema)
     pq.write_table(table, path)
@@ -216,9 +214,7 @@ def test_other_files_are_skipped_with_one_warning(tmp_path: Path, caplog: pytest
 
 def test_a_missing_source_names_what_is_near_and_what_would_work(tmp_path: Path) -> None:
     folder(tmp_path / "flowers", {"a": 1})
-    with pytest.raises(
-        DataError, match=r"flowrs is missing.*nano, hf/ID, a folder.*parquet.*did you mean flowers\?"
-    ):
+    with pytest.raises(DataError, match=r"flowrs is missing.*nano, hf/ID, a folder.*parquet.*did you mean flowers\?"):
         open_images(str(tmp_path / "flowrs" / "train.parquet"))
     with pytest.raises(DataError, match="did you mean nano"):
         open_images("nanno")
@@ -255,9 +251,7 @@ def test_a_named_split_is_used_once(tmp_path: Path) -> None:
     assert [len(s) for s in (splits.train, splits.validation, splits.test)] == [18, 2, 20]
     with pytest.raises(DataError, match=r"data.train and data.test are the same images"):
         open_splits(Data(source=root, test="train"))
-    with pytest.raises(
-        DataError, match=r"no split hold; did you mean held\? \(splits: held, train, validation\)"
-    ):
+    with pytest.raises(DataError, match=r"no split hold; did you mean held\? \(splits: held, train, validation\)"):
         open_splits(Data(source=root, test="hold"))
     with pytest.raises(DataError, match="too few"):
         open_splits(Data(source=str(folder(tmp_path / "one", {"a": 1}))))
@@ -331,9 +325,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     images = open_images("hf/owner/name")
     assert images.ids[1] == "00001"
     assert np.array_equal(np.asarray(images.image(1)), np.asarray(picture(1)))
-    with pytest.raises(
-        DataError, match=r"hf/gone cannot be loaded: Couldn't reach the Hub\. .*HF_HUB_OFFLINE=1"
-    ):
+    with pytest.raises(DataError, match=r"hf/gone cannot be loaded: Couldn't reach the Hub\. .*HF_HUB_OFFLINE=1"):
         open_images("hf/gone")
 
 
@@ -453,9 +445,7 @@ def test_fingerprint_sees_ids_labels_and_bytes(images: Images, tmp_path: Path) -
 # Batches
 
 
-def stream(
-    images: Images, steps: int, first: int = 0, workers: int = 0, size: int = 4, **data: Any
-) -> list[Batch]:
+def stream(images: Images, steps: int, first: int = 0, workers: int = 0, size: int = 4, **data: Any) -> list[Batch]:
     options: Any = {"seed": 3, "batch_size": size, "steps": steps, "first_step": first, "workers": workers}
     return list(train_batches(images, PREPROCESS, Data(**data), **options))
 
@@ -469,9 +459,7 @@ def test_evaluation_sees_every_image_once_as_timm_would_show_it(images: Images) 
     assert [i for b in batches for i in b.ids] == images.ids
     assert torch.cat([b.labels for b in batches]).tolist() == images.labels.tolist()
     assert batches[0].pixels.dtype == torch.float32
-    transform = create_transform(
-        16, mean=PREPROCESS.mean, std=PREPROCESS.std, interpolation="bilinear", crop_pct=0.875
-    )
+    transform = create_transform(16, mean=PREPROCESS.mean, std=PREPROCESS.std, interpolation="bilinear", crop_pct=0.875)
     wanted = torch.stack([transform(images.image(i)) for i in range(len(images))])
     torch.testing.assert_close(torch.cat([b.pixels for b in batches]), wanted, rtol=0, atol=2e-6)
 

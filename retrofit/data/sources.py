@@ -61,9 +61,7 @@ def open_source(source: str) -> dict[str, Split]:
     while not missing.parent.exists():
         missing = missing.parent
     there = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    raise DataError(
-        f"{missing} is missing (images come from: {SOURCES}){nearest(missing.name, [*there, 'nano'])}"
-    )
+    raise DataError(f"{missing} is missing (images come from: {SOURCES}){nearest(missing.name, [*there, 'nano'])}")
 
 
 def natural(name: str) -> tuple[list[int | str], str]:
@@ -143,9 +141,7 @@ def _parquet(paths: Sequence[Path]) -> Images:
         wanted = [name for name in (image, label) if name is not None]
         # In small pieces, since Arrow cannot read nested data of more than 2 GB at once.
         pieces = [piece for p in paths for piece in pq.ParquetFile(p).iter_batches(1024, columns=wanted)]
-        table = pa.Table.from_batches(
-            pieces, None if pieces else pa.schema([schema.field(n) for n in wanted])
-        )
+        table = pa.Table.from_batches(pieces, None if pieces else pa.schema([schema.field(n) for n in wanted]))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{origin} cannot be read as parquet: {str(error).splitlines()[0]}") from None
     return _tabled(table, image, label, features, origin)
@@ -157,9 +153,7 @@ def _hub(source: str) -> dict[str, Split]:
     name, _, config = source.removeprefix("hf/").partition(":")
     try:
         loaded = load_dataset(name, config or None)
-    except (
-        Exception
-    ) as error:  # the hub, the network, the cache and the builders each have kinds of their own
+    except Exception as error:  # the hub, the network, the cache and the builders each have kinds of their own
         cause = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(
             f"{source} cannot be loaded: {cause}. Without the hub, name a local folder or FILE.parquet "
@@ -194,9 +188,7 @@ def _columns(schema: pa.Schema, features: dict[str, Any], origin: str) -> tuple[
     images = [f.name for f in schema if encoded(f.type)]
     if not images:
         there = ", ".join(f"{f.name} ({f.type})" for f in schema)
-        raise DataError(
-            f"{origin} needs a column of encoded images, such as image: {{bytes, path}}; it has {there}"
-        )
+        raise DataError(f"{origin} needs a column of encoded images, such as image: {{bytes, path}}; it has {there}")
     image = next((name for name in IMAGE_COLUMNS if name in images), images[0])
     declared = [n for n, f in features.items() if isinstance(f, dict) and f.get("_type") == "ClassLabel"]
     return image, next((name for name in (*LABEL_COLUMNS, *declared) if name in schema.names), None)
@@ -223,9 +215,7 @@ def _labels(column: pa.ChunkedArray, feature: Any, origin: str) -> tuple[Ints, t
     """[n] class ids, and class names: those the file declares, else the values in natural order."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if column.null_count or pa.types.is_floating(kind) or pa.types.is_nested(kind):
-        raise DataError(
-            f"{origin}: labels must be whole numbers or names, one an image; they are {column.type}"
-        )
+        raise DataError(f"{origin}: labels must be whole numbers or names, one an image; they are {column.type}")
     values = column.to_pylist()
     names = feature.get("names") if isinstance(feature, dict) else None
     if names and pa.types.is_integer(kind):

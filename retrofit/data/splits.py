@@ -115,9 +115,7 @@ def _with_classes(images: Images, classes: tuple[str, ...], role: str) -> Images
     labels = np.array([position.get(name, -1) for name in images.classes], np.int64)[images.labels]
     unknown = sorted({images.classes[i] for i in images.labels[labels < 0]}, key=natural)
     if unknown:
-        raise DataError(
-            f"the {role} split has classes that train lacks: {_few(unknown)}; train has {_few(classes)}"
-        )
+        raise DataError(f"the {role} split has classes that train lacks: {_few(unknown)}; train has {_few(classes)}")
     return replace(images, labels=labels, classes=classes)
 
 
@@ -128,9 +126,7 @@ def _few(names: tuple[str, ...] | list[str], most: int = 8) -> str:
 def _divided(images: Images, n: int, key: str) -> tuple[Images, Images]:
     """n images with the classes in proportion, and the rest, where a class of few images stays whole."""
     if n >= len(images):
-        raise DataError(
-            f"{len(images)} training images are too few to take {n} for data.{key}; name that split"
-        )
+        raise DataError(f"{len(images)} training images are too few to take {n} for data.{key}; name that split")
     shuffled, rank, count = ranked(images.labels, key)
     order = shuffled[np.argsort((rank + 0.5) / count, kind="stable")]
     return images.subset(np.sort(order[:n])), images.subset(np.sort(order[n:]))

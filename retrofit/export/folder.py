@@ -22,7 +22,12 @@ _PROOF_IMAGES = 4
 
 
 def export_model(
-    model: nn.Module, folder: Path, *, about: Mapping[str, Any], images: Tensor | None = None, force: bool = False
+    model: nn.Module,
+    folder: Path,
+    *,
+    about: Mapping[str, Any],
+    images: Tensor | None = None,
+    force: bool = False,
 ) -> list[str]:
     """Writes a model as a folder, proves it in a fresh process, and returns what the proof found.
 
@@ -44,7 +49,13 @@ def export_model(
 
 
 def export_run(
-    run_dir: Path, folder: Path, *, arm: str | None = None, seed: int | None = None, lr: float | None = None, force: bool = False
+    run_dir: Path,
+    folder: Path,
+    *,
+    arm: str | None = None,
+    seed: int | None = None,
+    lr: float | None = None,
+    force: bool = False,
 ) -> list[str]:
     """Exports a fine-tuned model of a run folder, or copies a folder that retrofit wrote.
 
@@ -108,5 +119,3 @@ def _choose(run_dir: Path, arm: str | None, seed: int | None, lr: float | None) 
 def _noise(preprocess: Preprocess) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(_PROOF_IMAGES, 3, preprocess.image_size, preprocess.image_size, generator=generator)
-
-

@@ -44,7 +44,7 @@ class Family(ABC):
         """Whether the model is of this library."""
 
     @abstractmethod
-    def load(self, request: Request) -> nn.Module:
+    def load(self, request: Request) -> Any:
         """The library's own module, in float32, evaluating, with the checkpoint's own head. Raises ModelError."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Family(ABC):
         """What `build` needs, as JSON can hold it. Raises ModelError where the model cannot be described."""
 
     @abstractmethod
-    def build(self, config: Mapping[str, Any]) -> nn.Module:
+    def build(self, config: Mapping[str, Any]) -> Any:
         """The structure that `config` describes, with weights to be loaded."""
 
     @abstractmethod

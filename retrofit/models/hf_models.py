@@ -22,15 +22,16 @@ from retrofit.models.preprocess import Preprocess
 from retrofit.models.site import AttentionClass
 
 _vit_like = partial(
-    AttentionClass, heads="num_attention_heads", scale="scaling", after="key_states = self.k_proj(hidden_states)"
+    AttentionClass,
+    heads="num_attention_heads",
+    scale="scaling",
+    after="key_states = self.k_proj(hidden_states)",
 )
 ATTENTION = (
     _vit_like("transformers.models.vit.modeling_vit.ViTAttention"),
     _vit_like("transformers.models.deit.modeling_deit.DeiTAttention"),
     _vit_like("transformers.models.dinov2.modeling_dinov2.Dinov2Attention"),
-    _vit_like(
-        "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention"
-    ),
+    _vit_like("transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention"),
 )
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
 
@@ -39,10 +40,10 @@ class TransformersFamily(Family):
     library = "transformers"
     attention = ATTENTION
 
-    def owns(self, model: nn.Module) -> bool:
+    def owns(self, model: Any) -> bool:
         return isinstance(model, PreTrainedModel)
 
-    def load(self, request: Request) -> nn.Module:
+    def load(self, request: Request) -> Any:
         if request.local and not (Path(request.name) / "config.json").is_file():
             raise ModelError(
                 f"{request.source}: {request.name} has no config.json, as transformers' folders have; "
@@ -59,26 +60,27 @@ class TransformersFamily(Family):
         auto = AutoModelForImageClassification if classifies or request.classifier else AutoModel
         try:
             with fetching(request.source), own_random_state(request.seed):
-                model: nn.Module = self._make(auto, config, request)
+                model: Any = self._make(auto, config, request)
         except (ValueError, RuntimeError) as error:
             raise ModelError(f"{request.source} cannot be loaded by transformers: {_one_line(error)}") from error
         self.set_preprocess(model, _preprocess_of(request, config))
         return model.eval()
 
-    def new_head(self, model: nn.Module, num_classes: int, seed: int) -> None:
+    def new_head(self, model: Any, num_classes: int, seed: int) -> None:
         old = self.head(model)
         if not isinstance(old, nn.Linear):
             raise ModelError(f"{type(model).__name__} cannot take a new classification head")
         weight = old.weight
-        new = nn.utils.skip_init(nn.Linear, old.in_features, num_classes, device=weight.device, dtype=weight.dtype)
+        with own_random_state(seed):
+            new = nn.Linear(old.in_features, num_classes, device=weight.device, dtype=weight.dtype)
         fresh_head(new, seed)
         model.classifier = new
         model.num_labels = model.config.num_labels = num_classes
 
     @staticmethod
-    def _make(auto: Any, config: Any, request: Request) -> nn.Module:
+    def _make(auto: Any, config: Any, request: Request) -> Any:
         if not request.pretrained:
-            return auto.from_config(config)  # type: ignore[no-any-return]
+            return auto.from_config(config)
         with _quiet():  # its report of missing and unexpected weights is judged below
             model, info = auto.from_pretrained(
                 request.name,
@@ -96,48 +98,48 @@ class TransformersFamily(Family):
                 f"{request.source} holds a QK-Norm ({normed[0]}, …) that {type(model).__name__} would drop silently; "
                 "load the folder that retrofit wrote"
             )
-        return model  # type: ignore[no-any-return]
+        return model
 
-    def config(self, model: nn.Module) -> dict[str, Any]:
+    def config(self, model: Any) -> dict[str, Any]:
         config = model.config.to_dict()
         config.pop("_name_or_path", None)
         return {"class": type(model).__name__, "config": config}
 
-    def build(self, config: Mapping[str, Any]) -> nn.Module:
-        cls = getattr(transformers, config["class"], None)
-        if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
-            raise ModelError(f"transformers {transformers.__version__} has no model {config['class']}")
+    def build(self, config: Mapping[str, Any]) -> Any:
+        name = config["class"]
+        cls: Any = getattr(transformers, name, None)
+        if name.startswith("_") or not hasattr(cls, "from_pretrained") or not hasattr(cls, "base_model_prefix"):
+            raise ModelError(f"transformers {transformers.__version__} has no model {name}")
         with own_random_state(0):
-            model: nn.Module = cls(AutoConfig.for_model(**config["config"]))
-        return model
+            return cls(AutoConfig.for_model(**config["config"]))
 
-    def forward(self, model: nn.Module, images: Tensor) -> Any:
+    def forward(self, model: Any, images: Tensor) -> Any:
         # ViT and its kin resample position embeddings only when asked to; DINOv2 does by itself.
         asked = "interpolate_pos_encoding" in inspect.signature(type(model).forward).parameters
         resample = asked and images.shape[-1] != model.config.image_size
         return model(pixel_values=images, **({"interpolate_pos_encoding": True} if resample else {}))
 
-    def logits(self, model: nn.Module, images: Tensor) -> Tensor | None:
+    def logits(self, model: Any, images: Tensor) -> Tensor | None:
         return self.forward(model, images).logits if self.head(model) is not None else None
 
-    def tokens(self, model: nn.Module, images: Tensor) -> Tensor | None:
+    def tokens(self, model: Any, images: Tensor) -> Tensor | None:
         tokens: Tensor | None = getattr(self.forward(model.base_model, images), "last_hidden_state", None)
         return tokens if tokens is not None and tokens.ndim == 3 else None
 
-    def prefix_tokens(self, model: nn.Module) -> int:
+    def prefix_tokens(self, model: Any) -> int:
         distilled = 1 if model.config.model_type == "deit" else 0
         return 1 + distilled + int(getattr(model.config, "num_register_tokens", 0))
 
-    def token_count(self, model: nn.Module) -> int | None:
+    def token_count(self, model: Any) -> int | None:
         patch = _side(getattr(model.config, "patch_size", None))
         side = self.preprocess(model).image_size
         return None if patch is None else (side // patch) ** 2 + self.prefix_tokens(model)
 
-    def head(self, model: nn.Module) -> nn.Module | None:
+    def head(self, model: Any) -> nn.Module | None:
         head = getattr(model, "classifier", None)
         return head if isinstance(head, nn.Module) and not isinstance(head, nn.Identity) else None
 
-    def preprocess(self, model: nn.Module) -> Preprocess:
+    def preprocess(self, model: Any) -> Preprocess:
         known = getattr(model, "retrofit_preprocess", None)
         if isinstance(known, Preprocess):
             return known
@@ -145,20 +147,20 @@ class TransformersFamily(Family):
         request = Request(source=model.name_or_path, name=model.name_or_path, image_size=None)
         return _preprocess_of(request, model.config) if request.name else _preprocess_from({}, size)
 
-    def set_preprocess(self, model: nn.Module, preprocess: Preprocess) -> None:
+    def set_preprocess(self, model: Any, preprocess: Preprocess) -> None:
         model.retrofit_preprocess = preprocess
 
-    def labels(self, model: nn.Module) -> tuple[str, ...]:
+    def labels(self, model: Any) -> tuple[str, ...]:
         names = [str(v) for _, v in sorted(model.config.id2label.items(), key=lambda kv: int(kv[0]))]
         made_up = all(n == f"LABEL_{i}" for i, n in enumerate(names))
         return () if made_up or self.head(model) is None else tuple(names)
 
-    def set_labels(self, model: nn.Module, labels: Sequence[str]) -> None:
+    def set_labels(self, model: Any, labels: Sequence[str]) -> None:
         if labels:
             model.config.id2label = dict(enumerate(labels))
             model.config.label2id = {name: i for i, name in enumerate(labels)}
 
-    def unfuse(self, model: nn.Module) -> None:
+    def unfuse(self, model: Any) -> None:
         model.set_attn_implementation("eager")
 
 

@@ -1,4 +1,4 @@
-"""What to tell a user when a checkpoint cannot be fetched. Which ids exist nearby, and how to work without a network."""
+"""What to tell a user when a checkpoint cannot be fetched: which ids come near, and how to work without a network."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
-    HFValidationError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -43,7 +43,9 @@ def fetching(source: str) -> Iterator[None]:
         offline = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError)
         if any(isinstance(c, offline) for c in causes):
             hint = nearest(source, cached_ids())
-            raise ModelError(f"{source} is not in the local cache and the hub cannot be reached{hint}; {_REMEDY}") from error
+            raise ModelError(
+                f"{source} is not in the local cache and the hub cannot be reached{hint}; {_REMEDY}"
+            ) from error
         raise ModelError(f"{source} cannot be loaded: {' '.join(str(error).split())}") from error
 
 

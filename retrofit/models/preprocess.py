@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Resize the shorter side to image_size / crop_pct, crop the centre, scale to [0, 1], subtract mean, divide by std."""
+    """Resize the shorter side to image_size / crop_pct, crop the centre, scale to [0, 1], normalise by mean and std."""
 
     image_size: int
     """Side of the square input, in pixels."""

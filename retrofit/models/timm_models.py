@@ -34,10 +34,10 @@ class TimmFamily(Family):
     library = "timm"
     attention = ATTENTION
 
-    def owns(self, model: nn.Module) -> bool:
+    def owns(self, model: Any) -> bool:
         return hasattr(model, "pretrained_cfg") and hasattr(model, "forward_features")
 
-    def load(self, request: Request) -> nn.Module:
+    def load(self, request: Request) -> Any:
         config = _folder_config(request) if request.local else {}
         name = f"local-dir:{request.name}" if request.local else _known(request.name)
         architecture = config["architecture"] if request.local else name
@@ -47,7 +47,7 @@ class TimmFamily(Family):
             args.setdefault("img_size", request.image_size)
         try:
             with fetching(request.source), own_random_state(request.seed):
-                model: nn.Module = timm.create_model(name, pretrained=request.pretrained, **args)
+                model: Any = timm.create_model(name, pretrained=request.pretrained, **args)
         except (RuntimeError, TypeError, AssertionError) as error:
             raise ModelError(f"{request.source} cannot be built by timm: {_first_line(error)}") from error
         if not hasattr(model, "_model_args"):  # timm before 1.0.21 does not keep what it was called with
@@ -56,7 +56,7 @@ class TimmFamily(Family):
             self.set_preprocess(model, replace(self.preprocess(model), image_size=request.image_size))
         return model.eval()
 
-    def new_head(self, model: nn.Module, num_classes: int, seed: int) -> None:
+    def new_head(self, model: Any, num_classes: int, seed: int) -> None:
         if not hasattr(model, "reset_classifier"):
             raise ModelError(f"{type(model).__name__} cannot take a new classification head")
         with own_random_state(seed):
@@ -67,7 +67,7 @@ class TimmFamily(Family):
         fresh_head(head.to(device=like.device, dtype=like.dtype), seed)
         self.set_labels(model, ())
 
-    def config(self, model: nn.Module) -> dict[str, Any]:
+    def config(self, model: Any) -> dict[str, Any]:
         args = {k: v for k, v in getattr(model, "_model_args", {}).items() if k != "num_classes"}
         config = {
             "architecture": model.pretrained_cfg.get("architecture"),
@@ -80,39 +80,39 @@ class TimmFamily(Family):
         except TypeError as error:
             raise ModelError(f"the model was built with arguments that a file cannot hold: {error}") from None
 
-    def build(self, config: Mapping[str, Any]) -> nn.Module:
+    def build(self, config: Mapping[str, Any]) -> Any:
         with own_random_state(0):
-            model: nn.Module = timm.create_model(
+            model: Any = timm.create_model(
                 config["architecture"], num_classes=config["num_classes"], **config["model_args"]
             )
         model._model_args = dict(config["model_args"])
         model.pretrained_cfg = dict(config["pretrained_cfg"])
         return model
 
-    def forward(self, model: nn.Module, images: Tensor) -> Any:
+    def forward(self, model: Any, images: Tensor) -> Any:
         return model(images)
 
-    def logits(self, model: nn.Module, images: Tensor) -> Tensor | None:
+    def logits(self, model: Any, images: Tensor) -> Tensor | None:
         return model(images) if self.head(model) is not None else None
 
-    def tokens(self, model: nn.Module, images: Tensor) -> Tensor | None:
+    def tokens(self, model: Any, images: Tensor) -> Tensor | None:
         features: Tensor = model.forward_features(images)
         return features if features.ndim == 3 else None
 
-    def prefix_tokens(self, model: nn.Module) -> int:
+    def prefix_tokens(self, model: Any) -> int:
         return int(getattr(model, "num_prefix_tokens", 0))
 
-    def token_count(self, model: nn.Module) -> int | None:
+    def token_count(self, model: Any) -> int | None:
         patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
         return None if patches is None else int(patches) + self.prefix_tokens(model)
 
-    def head(self, model: nn.Module) -> nn.Module | None:
+    def head(self, model: Any) -> nn.Module | None:
         if not getattr(model, "num_classes", 0):
             return None
         classifier = model.get_classifier()
         return nn.ModuleList(classifier) if isinstance(classifier, tuple) else classifier
 
-    def preprocess(self, model: nn.Module) -> Preprocess:
+    def preprocess(self, model: Any) -> Preprocess:
         config = resolve_model_data_config(model)
         return Preprocess(
             image_size=int(config["input_size"][-1]),
@@ -122,18 +122,18 @@ class TimmFamily(Family):
             crop_pct=float(config["crop_pct"]),
         )
 
-    def set_preprocess(self, model: nn.Module, preprocess: Preprocess) -> None:
+    def set_preprocess(self, model: Any, preprocess: Preprocess) -> None:
         figures = {k: v for k, v in asdict(preprocess).items() if k != "image_size"}
         size = (3, preprocess.image_size, preprocess.image_size)
         model.pretrained_cfg = {**model.pretrained_cfg, **figures, "input_size": size}
 
-    def labels(self, model: nn.Module) -> tuple[str, ...]:
+    def labels(self, model: Any) -> tuple[str, ...]:
         return tuple(model.pretrained_cfg.get("label_names") or ())
 
-    def set_labels(self, model: nn.Module, labels: Sequence[str]) -> None:
+    def set_labels(self, model: Any, labels: Sequence[str]) -> None:
         model.pretrained_cfg = {**model.pretrained_cfg, "label_names": list(labels) or None}
 
-    def unfuse(self, model: nn.Module) -> None:
+    def unfuse(self, model: Any) -> None:
         for module in model.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = False

@@ -32,8 +32,7 @@ def write_report(run_dir: Path, force: bool = False) -> Path:
     foreign = [path.name for path in places.values() if path.exists() and not _ours(path)]
     if foreign and not force:
         raise RetrofitError(
-            f"{run_dir} holds {', '.join(foreign)}, which retrofit did not write; "
-            f"move them away, or add --force"
+            f"{run_dir} holds {', '.join(foreign)}, which retrofit did not write; move them away, or add --force"
         )
     document = build_report(Path(run_dir))
     content = page(document)

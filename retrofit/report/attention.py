@@ -79,9 +79,7 @@ def _places(study: Study) -> Iterable[tuple[dict[str, Any], list[Run], list[str]
     for precision, arm in product(precisions(study), study.arms):
         for lr in rates(study, precision, arm):
             runs = [
-                r
-                for r in study.runs
-                if r.probes and (r.key.precision, r.key.arm, r.key.lr) == (precision, arm, lr)
+                r for r in study.runs if r.probes and (r.key.precision, r.key.arm, r.key.lr) == (precision, arm, lr)
             ]
             sites = list(dict.fromkeys(layer.site for r in runs for p in r.probes for layer in p.layers))
             if runs:

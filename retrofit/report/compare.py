@@ -75,9 +75,7 @@ def comparisons(study: Study, best: Sequence[dict[str, Any]]) -> tuple[list[dict
     for precision, arm in product(precisions(study), (a for a in study.arms if a != BASELINE)):
         planned = rates(study, precision, arm)
         asked += [
-            ("same_rate", Match(precision, arm, lr, lr))
-            for lr in rates(study, precision, BASELINE)
-            if lr in planned
+            ("same_rate", Match(precision, arm, lr, lr)) for lr in rates(study, precision, BASELINE) if lr in planned
         ]
         if (precision, arm) in best_lr and (precision, BASELINE) in best_lr:
             own = Match(precision, arm, best_lr[precision, arm], best_lr[precision, BASELINE])
@@ -100,9 +98,7 @@ def comparisons(study: Study, best: Sequence[dict[str, Any]]) -> tuple[list[dict
         samples = [[d[column] for d in values[match]] for match in family]
         for match, sample, verdict in zip(family, samples, stats.verdicts(samples, higher), strict=True):
             summed[match, metric] = _metric(sample, verdict)
-    diverged = {
-        (r.key.precision, r.key.arm, r.key.lr, r.key.seed) for r in study.runs if r.status == "diverged"
-    }
+    diverged = {(r.key.precision, r.key.arm, r.key.lr, r.key.seed) for r in study.runs if r.status == "diverged"}
     rows = [
         {
             "kind": kind,
@@ -190,9 +186,7 @@ def _unmatched(study: Study) -> tuple[dict[tuple[str, str], set[tuple[float, int
         images = None not in (run.test_images, twin.test_images) and run.test_images != twin.test_images
         if batches or images:
             what = "batches" if batches else "test images"
-            faults.append(
-                Fault(run.key.folder, f"saw other {what} than {twin.key.folder}; the pair is left out")
-            )
+            faults.append(Fault(run.key.folder, f"saw other {what} than {twin.key.folder}; the pair is left out"))
             found.setdefault((run.key.precision, run.key.arm), set()).add((run.key.lr, run.key.seed))
     return found, faults
 

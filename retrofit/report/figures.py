@@ -7,7 +7,7 @@ their axes and their colours, so that arms and learning rates compare at a glanc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 
 from retrofit.report import plots
-from retrofit.report.svg import svg
+from retrofit.report.svg import svg, with_ids
 from retrofit.report.words import rate
 
 Document = Mapping[str, Any]
@@ -34,7 +34,8 @@ class Panel:
 
 def panels(name: str, document: Document) -> list[Panel]:
     """The panels of a figure; none where the document has nothing to draw."""
-    return list(_FIGURES[name](document))
+    drawn = enumerate(_FIGURES[name](document))
+    return [replace(panel, svg=with_ids(panel.svg, f"{name}-{i}")) for i, panel in drawn]
 
 
 def legend(name: str, document: Document) -> list[str]:

@@ -26,9 +26,7 @@ def _block(block: Block) -> str:
     if isinstance(block, Figure):
         return f"*Figure, in report.html: {_escape(block.caption)}* {_escape(block.alt)}"
     if isinstance(block, Listing):
-        fence = "`" * max(
-            3, 1 + max((len(run) for line in block.lines for run in re.findall("`+", line)), default=0)
-        )
+        fence = "`" * max(3, 1 + max((len(run) for line in block.lines for run in re.findall("`+", line)), default=0))
         return "\n".join([f"**{_escape(block.caption)}**", "", fence, *block.lines, fence])
     return _table(block)
 

@@ -30,9 +30,7 @@ def accuracies(axes: Axes, runs: Rows, arms: Sequence[str], chance: float) -> No
     lrs = sorted({r["lr"] for r in runs})
     for i, arm in enumerate(arms):
         side = 1.0 + 0.05 * (i - (len(arms) - 1) / 2)
-        reached = {
-            lr: a for lr in lrs if (a := [_percent(r) for r in runs if (r["arm"], r["lr"]) == (arm, lr)])
-        }
+        reached = {lr: a for lr in lrs if (a := [_percent(r) for r in runs if (r["arm"], r["lr"]) == (arm, lr)])}
         axes.plot([side * lr for lr in reached], [np.mean(a) for a in reached.values()], **_line(i, 1.4))
         for r in runs:
             if r["arm"] == arm:
@@ -90,9 +88,7 @@ def logits(axes: Axes, traces: Rows, arms: Sequence[str], low: float, high: floa
     for t in traces:
         i = arms.index(t["arm"])
         grid = _floats(t["logit_absmax"])
-        largest = np.where(
-            np.isfinite(grid).any(axis=0), np.nan_to_num(grid, nan=-np.inf).max(axis=0), np.nan
-        )
+        largest = np.where(np.isfinite(grid).any(axis=0), np.nan_to_num(grid, nan=-np.inf).max(axis=0), np.nan)
         axes.plot(t["steps"], largest, **_line(i, 1.2), marker=_MARKERS[i % 6], ms=3)
         if t["bound"] is not None:
             axes.axhline(t["bound"], color=arm_colour(i), ls=(0, (5, 3)), lw=0.8)

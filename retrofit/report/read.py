@@ -116,8 +116,9 @@ def table(value: Any) -> Mapping[str, Any]:
 
 
 def text(value: Any) -> str | None:
-    """A string or a number on one line, None where `value` is neither."""
-    return " ".join(str(value).split()) if isinstance(value, str | int | float) else None
+    """A string or a finite number on one line, None where `value` is neither."""
+    shown = value if isinstance(value, str | int) else number(value)
+    return None if shown is None else " ".join(str(shown).split())
 
 
 def items(value: Any) -> list[Any]:
@@ -203,9 +204,7 @@ def _read_run(folder: Path, key: RunKey, faults: list[Fault]) -> Run:
         grad_norm=tuple(number(r.get("grad_norm")) for r in rows),
         ids=tuple(r.get("ids") for r in rows),
         seconds=tuple(
-            s
-            for r in runfiles.read_jsonl(place / runfiles.TIMINGS)
-            if (s := number(r.get("seconds"))) and s > 0
+            s for r in runfiles.read_jsonl(place / runfiles.TIMINGS) if (s := number(r.get("seconds"))) and s > 0
         ),
         probes=_probes(place),
     )
@@ -247,10 +246,7 @@ def _probes(place: Path) -> tuple[Probe, ...]:
         layers = tuple(
             Layer(
                 str(layer.get("site")),
-                *(
-                    number(layer.get(k))
-                    for k in ("logit_absmax", "logit_bound", "entropy_share", "peaked_rows")
-                ),
+                *(number(layer.get(k)) for k in ("logit_absmax", "logit_bound", "entropy_share", "peaked_rows")),
             )
             for layer in map(table, items(row.get("layers")))
             if layer.get("site")

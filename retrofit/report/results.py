@@ -73,9 +73,7 @@ def _study(study: Study) -> dict[str, Any]:
                 "name": arm,
                 "qk_norm": dict(table(table(arms.get(arm)).get("qk_norm"))) or None,
                 "formula": text(study.insertions.get(arm, {}).get("formula")),
-                "init": text(table(arms.get(arm)).get("init"))
-                if table(arms.get(arm)).get("qk_norm")
-                else None,
+                "init": text(table(arms.get(arm)).get("init")) if table(arms.get(arm)).get("qk_norm") else None,
             }
             for arm in study.arms
         ],

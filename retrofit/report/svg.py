@@ -6,7 +6,6 @@ variables.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import re
 from collections.abc import Callable
@@ -17,9 +16,7 @@ from matplotlib.figure import Figure
 
 INK, MUTED, RULE = "#010203", "#010204", "#010205"
 _ARMS = 6
-_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule"} | {
-    f"#01030{i}": f"--arm-{i}" for i in range(_ARMS)
-}
+_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule"} | {f"#01030{i}": f"--arm-{i}" for i in range(_ARMS)}
 _STYLE = {
     "svg.hashsalt": "retrofit",  # element ids come from the drawing, not from chance
     "svg.fonttype": "none",  # text stays text
@@ -58,6 +55,11 @@ def svg(draw: Callable[[Axes], None], size: tuple[int, int]) -> str:
     return _inline(buffer.getvalue(), size)
 
 
+def with_ids(drawing: str, name: str) -> str:
+    """The drawing with `name` before its ids: equal marks have equal ids, and a page must hold each id once."""
+    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", drawing)
+
+
 def _inline(text: str, size: tuple[int, int]) -> str:
     """Only the drawing: no prolog, no fixed size or font, no names of groups, which repeat in a page."""
     body = text[text.index("<svg") :]
@@ -70,7 +72,4 @@ def _inline(text: str, size: tuple[int, int]) -> str:
     body = body.replace("xlink:href", "href")
     for colour, variable in _VARIABLES.items():
         body = body.replace(colour, f"var({variable})")
-    # Clips and marks of equal shape have equal ids in every drawing; in one page each needs its own.
-    own = hashlib.sha256(body.encode()).hexdigest()[:8]
-    body = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{own}-", body)
     return re.sub(r"\s*\n\s*", "\n", body).strip()

@@ -26,9 +26,7 @@ Document = Mapping[str, Any]
 
 def arm(document: Document, row: Mapping[str, Any]) -> str:
     """The row's arm, with its precision where the study has several."""
-    return (
-        f"{row['arm']} ({row['precision']})" if len(document["study"]["precisions"]) > 1 else str(row["arm"])
-    )
+    return f"{row['arm']} ({row['precision']})" if len(document["study"]["precisions"]) > 1 else str(row["arm"])
 
 
 def compared_at(c: Mapping[str, Any]) -> str:
@@ -74,9 +72,7 @@ def best_rates(document: Document) -> Table:
             )
         )
     columns = ("Arm", "Best rate", "Validation", "Test", "Test loss", "Runs")
-    return Table(
-        "Each arm at its own best learning rate, chosen on validation; means over seeds", columns, tuple(rows)
-    )
+    return Table("Each arm at its own best learning rate, chosen on validation; means over seeds", columns, tuple(rows))
 
 
 def differences(document: Document, metric: str) -> Table:
@@ -98,9 +94,7 @@ def differences(document: Document, metric: str) -> Table:
                 number(m["p_holm"]),
                 number(m["sign_flip_p"]),
                 number(m["sign_flip_floor"]),
-                NONE
-                if m["improvement"] is None
-                else f"{number(m['improvement'] * c['pairs'])} of {c['pairs']}",
+                NONE if m["improvement"] is None else f"{number(m['improvement'] * c['pairs'])} of {c['pairs']}",
             )
         )
     unit = "test accuracy, in points" if metric == "accuracy" else "test loss, in nats (lower is better)"
@@ -137,16 +131,12 @@ def sensitivity(document: Document) -> Table:
         for s in document["lr_sensitivity"]
     )
     columns = ("Arm", "Over", "Mean", "95 % interval", "Seeds")
-    return Table(
-        "Learning-rate sensitivity, in nats of validation loss; less is steadier", columns, rows, words=2
-    )
+    return Table("Learning-rate sensitivity, in nats of validation loss; less is steadier", columns, rows, words=2)
 
 
 def runs(document: Document) -> Table:
     rows = []
-    for r in sorted(
-        document["runs"], key=lambda r: (r["precision"], r["lr"], r["seed"])
-    ):  # pairs stand together
+    for r in sorted(document["runs"], key=lambda r: (r["precision"], r["lr"], r["seed"])):  # pairs stand together
         score = r["test"] or {}
         status = f"diverged at step {r['diverged_at']}" if r["diverged_at"] is not None else r["status"]
         rows.append(
@@ -236,13 +226,9 @@ def layer_logits(document: Document) -> Table:
         if x["logit_bound_after"] is not None:
             bounds.setdefault((x["precision"], x["arm"]), []).append(x["logit_bound_after"])
     told = [
-        f"{arm(document, {'precision': p, 'arm': a})} at most {number(max(b))}"
-        for (p, a), b in bounds.items()
-        if b
+        f"{arm(document, {'precision': p, 'arm': a})} at most {number(max(b))}" for (p, a), b in bounds.items() if b
     ]
-    return Table(
-        f"{table.caption}{f' (bound by the norm: {listed(told)})' if told else ''}", table.columns, table.rows
-    )
+    return Table(f"{table.caption}{f' (bound by the norm: {listed(told)})' if told else ''}", table.columns, table.rows)
 
 
 def layer_entropy(document: Document) -> Table:
@@ -273,9 +259,7 @@ def cost(document: Document) -> Table:
         rows.append(
             (
                 arm(document, c),
-                NONE
-                if c["parameters"] is None
-                else f"{c['parameters']:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"),
+                NONE if c["parameters"] is None else f"{c['parameters']:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"),
                 number(c["parameters_added"], 6),
                 number(step),
                 fixed(c["time_ratio"], 2),

@@ -72,9 +72,7 @@ def _results(document: Mapping[str, Any]) -> Section:
     blocks: list[Block] = []
     if any(c["pairs"] for c in document["comparisons"]):
         told = [
-            f"{tables.compared_at(c)} {points(c['accuracy']['mean'])}"
-            for c in document["comparisons"]
-            if c["pairs"]
+            f"{tables.compared_at(c)} {points(c['accuracy']['mean'])}" for c in document["comparisons"] if c["pairs"]
         ]
         blocks += [
             Prose(
@@ -122,12 +120,7 @@ def _insertion(document: Mapping[str, Any]) -> Section:
         blocks.append(tables.calibration(row))
         if row["skipped"]:
             blocks.append(
-                Points(
-                    tuple(
-                        f"{s['name'] or NONE} was left as it is: {s['reason'] or NONE}"
-                        for s in row["skipped"]
-                    )
-                )
+                Points(tuple(f"{s['name'] or NONE} was left as it is: {s['reason'] or NONE}" for s in row["skipped"]))
             )
     return Section("shock", "Insertion shock", tuple(blocks))
 
@@ -149,14 +142,11 @@ def _losses(document: Mapping[str, Any]) -> Section:
         f"is {width}. Triangles mark spikes, a cross the step at which a run diverged."
     )
     ends = "; ".join(
-        f"{tables.arm(document, group[0])} at {rate(group[0]['lr'])} {number(min(ends))} to "
-        f"{number(max(ends))}"
+        f"{tables.arm(document, group[0])} at {rate(group[0]['lr'])} {number(min(ends))} to {number(max(ends))}"
         for group in _by_place(document)
         if (ends := [last for c in group if (last := _last(c["loss"])) is not None])
     )
-    return Section(
-        "loss", "Training loss", (Figure("losses", caption, f"The curves end at: {ends}."), Prose(note))
-    )
+    return Section("loss", "Training loss", (Figure("losses", caption, f"The curves end at: {ends}."), Prose(note)))
 
 
 def _by_place(document: Mapping[str, Any]) -> list[list[Any]]:
@@ -169,8 +159,7 @@ def _by_place(document: Mapping[str, Any]) -> list[list[Any]]:
 
 def _spikes(document: Mapping[str, Any]) -> list[str]:
     return [
-        f"{tables.arm(document, group[0])} at {rate(group[0]['lr'])} has {sum(counts)} in "
-        f"{plural(len(counts), 'run')}"
+        f"{tables.arm(document, group[0])} at {rate(group[0]['lr'])} has {sum(counts)} in {plural(len(counts), 'run')}"
         for group in _by_place(document)
         if (counts := [len(c["spikes"]) for c in group]) and any(counts)
     ]
@@ -206,8 +195,7 @@ def _attention(document: Mapping[str, Any]) -> Section:
             ),
             Figure(
                 "logit_maps",
-                "Largest attention logit by layer and step, the largest of all seeds. One colour scale for "
-                "all.",
+                "Largest attention logit by layer and step, the largest of all seeds. One colour scale for all.",
                 "Heatmaps of the numbers in the table below, over the steps between.",
             ),
             tables.layer_logits(document),
@@ -262,8 +250,4 @@ def _scalar(value: Any) -> str:
     shown = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return shown[value]
-    return (
-        "{}"
-        if value == {}
-        else " ".join(f"{value:g}".split() if isinstance(value, float) else str(value).split())
-    )
+    return "{}" if value == {} else " ".join(f"{value:g}".split() if isinstance(value, float) else str(value).split())

@@ -55,10 +55,7 @@ def _headline(document: Mapping[str, Any], own: Sequence[Any], arms: Sequence[st
     for c in own:
         word = c["accuracy"]["verdict"]
         best = f"{_named(c['arm'], c, document)} against {BASELINE}: {word} at the best learning rates"
-        decided = {
-            w: [rate(s["lr"]) for s in _same_rate(document, c) if s["accuracy"]["verdict"] == w]
-            for w in _WORDS
-        }
+        decided = {w: [rate(s["lr"]) for s in _same_rate(document, c) if s["accuracy"]["verdict"] == w] for w in _WORDS}
         parts += [joined([best, *(f"{w} at {listed(rates)}" for w, rates in decided.items() if rates)], ", ")]
     text = "; ".join(parts)
     return f"Provisional, {pairs} pairs. {text}" if pairs < FIRM_PAIRS else text
@@ -103,13 +100,9 @@ def _rate_finding(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
         else f"ends {difference(abs(change), sign=False)} {'higher' if change > 0 else 'lower'}"
     )
     text = f"At learning rate {rate(c['lr'])}, {place}, {arm} {ends}{_support(c)}"
-    ran_away = {
-        name: n for name, n in (("baseline", c["diverged"]["baseline"]), ("arm", c["diverged"]["arm"])) if n
-    }
+    ran_away = {name: n for name, n in (("baseline", c["diverged"]["baseline"]), ("arm", c["diverged"]["arm"])) if n}
     if ran_away:
-        told = [
-            f"{n} of {c['pairs']} runs of {BASELINE if k == 'baseline' else arm}" for k, n in ran_away.items()
-        ]
+        told = [f"{n} of {c['pairs']} runs of {BASELINE if k == 'baseline' else arm}" for k, n in ran_away.items()]
         text += f"; {joined(told, ' and ')} diverged and count as chance"
     return [text + _logit_clause(document, c) + "."]
 
@@ -151,9 +144,7 @@ def _limits(document: Mapping[str, Any], compared: Sequence[Any], arms: Sequence
         pairs = min((c["pairs"] for c in compared if c["kind"] == "own_best"), default=0)
         floor = f"{2.0 ** (1 - pairs):.3g}" if pairs else None
         if 0 < pairs < MIN_PAIRS:
-            limits.append(
-                f"With {plural(pairs, 'pair')} no verdict is given; three are the least, six make it firm."
-            )
+            limits.append(f"With {plural(pairs, 'pair')} no verdict is given; three are the least, six make it firm.")
         elif pairs and pairs < FIRM_PAIRS:
             limits.append(
                 f"With {pairs} pairs the exact sign-flip p cannot fall below {floor}: the verdicts rest on "
@@ -164,15 +155,10 @@ def _limits(document: Mapping[str, Any], compared: Sequence[Any], arms: Sequence
         limits.append("Undecided means that these runs cannot tell, not that the arms are equal.")
         if any(b["edge"] for b in document["best_rates"]):
             edges = listed(
-                [
-                    f"{b['arm']}'s ({rate(b['lr'])}, the {b['edge']})"
-                    for b in document["best_rates"]
-                    if b["edge"]
-                ]
+                [f"{b['arm']}'s ({rate(b['lr'])}, the {b['edge']})" for b in document["best_rates"] if b["edge"]]
             )
             limits.append(
-                "The best learning rate lies at the edge of those tested, so a better one may lie beyond: "
-                f"{edges}."
+                f"The best learning rate lies at the edge of those tested, so a better one may lie beyond: {edges}."
             )
         limits.append(
             "The same learning rate is not the same step for both arms: with QK-Norm the weights of q and "
@@ -180,9 +166,7 @@ def _limits(document: Mapping[str, Any], compared: Sequence[Any], arms: Sequence
         )
     left = study["runs_planned"] - study["runs_counted"]
     if left:
-        limits.append(
-            f"{left} of {plural(study['runs_planned'], 'planned run')} have no result and are not counted."
-        )
+        limits.append(f"{left} of {plural(study['runs_planned'], 'planned run')} have no result and are not counted.")
     if study["runs_counted"]:
         model, data = study["model"] or "one model", study["data"] or "one data set"
         limits.append(
@@ -195,9 +179,7 @@ def _limits(document: Mapping[str, Any], compared: Sequence[Any], arms: Sequence
 def _nothing_compared(document: Mapping[str, Any], arms: Sequence[str]) -> str:
     if len(arms) < 2:
         return f"Only one arm, {arms[0]}, was trained, so nothing is compared."
-    done = listed(
-        [f"{a} {sum(r['arm'] == a and r['counted_as'] is not None for r in document['runs'])}" for a in arms]
-    )
+    done = listed([f"{a} {sum(r['arm'] == a and r['counted_as'] is not None for r in document['runs'])}" for a in arms])
     return f"No verdict: not every arm has a run with a result (runs with one: {done})."
 
 
@@ -208,8 +190,7 @@ def _training(document: Mapping[str, Any]) -> list[str]:
         runs = [
             r["counted_as"]["accuracy"]
             for r in document["runs"]
-            if r["counted_as"]
-            and (r["arm"], r["precision"], r["lr"]) == (best["arm"], best["precision"], best["lr"])
+            if r["counted_as"] and (r["arm"], r["precision"], r["lr"]) == (best["arm"], best["precision"], best["lr"])
         ]
         told.append(
             f"At its best learning rate, {rate(best['lr'])}, chosen on validation, "
