@@ -74,7 +74,7 @@ class HeadNorm(nn.Module):
             self.scale = parameter(heads if spec.scale == "learned_per_head" else 1, stored)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = _wide(x)
         if self.shift is not None:
             y = y - self._over_channels(self.shift)
         y = self._normed(y)
@@ -91,15 +91,17 @@ class HeadNorm(nn.Module):
         """What multiplies the normed channels, [D] or [H*D]; ones where the formula has none."""
         if self.weight is None:
             return torch.ones(self.head_dim)
-        return 1 + self.weight if self.spec.zero_centered else self.weight
+        weight = _wide(self.weight)
+        return 1 + weight if self.spec.zero_centered else weight
 
     @property
     def learned_scale(self) -> Tensor:
         """The scale that takes the place of the attention's own, [1] or [H]."""
         assert self.scale is not None, "this norm has no learned scale"
+        scale = _wide(self.scale)
         if self.spec.scale_max is None:
-            return self.scale
-        return self.scale.clamp(max=math.log(self.spec.scale_max)).exp()
+            return scale
+        return scale.clamp(max=math.log(self.spec.scale_max)).exp()
 
     def extra_repr(self) -> str:
         return f"{self.role}, heads={self.heads}, head_dim={self.head_dim}, {self.spec.describe()}"
@@ -125,6 +127,11 @@ class HeadNorm(nn.Module):
     def _over_heads(self, values: Tensor) -> Tensor:
         """[1] or [H], shaped to broadcast against the layout."""
         return values.view([values.numel() if letter == "H" else 1 for letter in self.layout])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def logit_bound(q_norm: HeadNorm, k_norm: HeadNorm, rotated: bool) -> float | None:

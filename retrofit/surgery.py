@@ -219,8 +219,9 @@ def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RetrofitError(f"images must be preprocessed floating-point tensors [B, 3, H, W], not {shape}")
         for batch in tensor.split(_BATCH):
-            none = none and not len(batch)
-            yield batch.to(device=like.device, dtype=like.dtype)
+            if len(batch):
+                none = False
+                yield batch.to(device=like.device, dtype=like.dtype)
     if none:
         raise RetrofitError("no images were given; a few dozen are needed")
 

@@ -143,10 +143,10 @@ def _insertion(arm: str, layers: int) -> dict[str, Any]:
                 "site": f"blocks.{i}.attn",
                 "gain_q": [1.0, 1.1, 0.9, 1.2],
                 "gain_k": [1.0, 1.1, 0.9, 1.2],
-                "shift_share": 0.9 - 0.1 * i,
+                "shift_share": 0.9 * 0.85**i,
                 "key_norm_cv_before": 0.4,
                 "key_norm_cv_after": 0.15,
-                "logit_absmax_before": 20.0 - i,
+                "logit_absmax_before": 20.0 * 0.85**i,
                 "logit_bound": 8.0 + i / 10,
             }
             for i in range(layers)

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from retrofit.data.images import Column, Files, Images, Ints
 from retrofit.errors import DataError, nearest
+from retrofit.models.hub import work_offline_without_network
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,8 @@ def _parquet(paths: Sequence[Path]) -> Images:
 
 
 def _hub(source: str) -> dict[str, Split]:
-    from datasets import load_dataset
+    work_offline_without_network()
+    from datasets import load_dataset  # only now, since it reads whether to work offline when it is imported
 
     name, _, config = source.removeprefix("hf/").partition(":")
     try:

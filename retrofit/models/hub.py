@@ -31,7 +31,7 @@ _REMEDY = (
 @contextmanager
 def fetching(source: str) -> Iterator[None]:
     """Turns the hub's failures inside the block into one ModelError that says what would work."""
-    _go_offline_without_network()
+    work_offline_without_network()
     try:
         yield
     except (OSError, HFValidationError, HfHubHTTPError) as error:
@@ -59,7 +59,7 @@ def cached_ids() -> list[str]:
     return [i if i.startswith("timm/") else f"hf/{i}" for i in ids]
 
 
-def _go_offline_without_network() -> None:
+def work_offline_without_network() -> None:
     """The hub's client retries for a minute where its name cannot even be resolved; say so at once instead."""
     proxied = any(os.environ.get(k) or os.environ.get(k.lower()) for k in ("HTTPS_PROXY", "ALL_PROXY"))
     if constants.HF_HUB_OFFLINE or proxied:

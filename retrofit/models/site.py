@@ -81,7 +81,8 @@ class Site:
     def restore(self) -> None:
         """Takes the norms out: the module is what it was before `place`."""
         if self.kind.after is None:
-            self.module.q_norm, self.module.k_norm = nn.Identity(), nn.Identity()
+            training = self.module.training
+            self.module.q_norm, self.module.k_norm = nn.Identity().train(training), nn.Identity().train(training)
         else:
             del self.module.q_norm, self.module.k_norm
             self.module.__class__ = original(type(self.module))

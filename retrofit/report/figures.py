@@ -55,9 +55,10 @@ def _accuracy(document: Document) -> Iterable[Panel]:
 def _differences(document: Document) -> Iterable[Panel]:
     arms = _arms(document)
     compared = [c for c in document["comparisons"] if c["pairs"]]
+    shown = [v for c in compared for v in (0.0, *c["accuracy"]["differences"], *(c["accuracy"]["interval"] or ()))]
     for precision, arm in dict.fromkeys((c["precision"], c["arm"]) for c in compared):
         rows = [c for c in compared if (c["precision"], c["arm"]) == (precision, arm)]
-        draw = partial(plots.differences, comparisons=rows, arm=arms.index(arm))
+        draw = partial(plots.differences, comparisons=rows, arm=arms.index(arm), low=min(shown), high=max(shown))
         title = _titled(arm if len(arms) > 2 else "", precision, document)
         yield Panel(title, svg(draw, (_WIDE, 60 + 30 * len(rows))), wide=True)
 

@@ -44,7 +44,7 @@ def accuracies(axes: Axes, runs: Rows, arms: Sequence[str], chance: float) -> No
     axes.set_ylabel("test accuracy, %")
 
 
-def differences(axes: Axes, comparisons: Rows, arm: int) -> None:
+def differences(axes: Axes, comparisons: Rows, arm: int, low: float, high: float) -> None:
     """A row a comparison: pairs as marks, the mean as a stroke, the interval as a bar."""
     axes.axvline(0, color=INK, lw=1)
     for y, c in enumerate(comparisons):
@@ -59,6 +59,8 @@ def differences(axes: Axes, comparisons: Rows, arm: int) -> None:
         [rate(c["lr"]) if c["kind"] == "same_rate" else "own best" for c in comparisons],
     )
     axes.set_ylim(len(comparisons) - 0.4, -0.6)
+    margin = 4 * (high - low) or 1.0
+    axes.set_xlim(100 * low - margin, 100 * high + margin)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("difference, points of test accuracy")
     axes.set_ylabel("learning rate")

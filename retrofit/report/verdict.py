@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrofit.report.read import BASELINE
-from retrofit.report.words import accuracy, band, difference, interval, joined, listed, number, plural, rate
-from retrofit.stats import FIRM_PAIRS, MIN_PAIRS
+from retrofit.report.words import (
+    accuracy,
+    band,
+    difference,
+    fixed,
+    interval,
+    listed,
+    number,
+    plural,
+    rate,
+)
+from retrofit.stats import FIRM_PAIRS, MIN_PAIRS, sign_flip_floor
 
 _RISE = 1.5
 """A largest logit that grows by less than this factor is called steady."""
@@ -19,7 +29,7 @@ def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
     own = [c for c in document["comparisons"] if c["kind"] == "own_best"]
     arms = [a["name"] for a in document["study"]["arms"]]
     pairs = min((c["pairs"] for c in own), default=0)
-    sentences = [s for c in own for s in _about_arm(document, c)]
+    sentences = [s for c in own for s in (_own_best(document, c), *_rate_finding(document, c))]
     if not own:
         sentences = [_nothing_compared(document, arms), *_training(document)]
     return {
@@ -27,7 +37,7 @@ def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
         "pairs": pairs,
         "provisional": bool(compared) and pairs < FIRM_PAIRS,
         "sentences": sentences,
-        "limits": _limits(document, compared, arms),
+        "limits": _limits(document, pairs),
         "arms": [
             {
                 "arm": c["arm"],
@@ -46,26 +56,23 @@ def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
 def _headline(document: Mapping[str, Any], own: Sequence[Any], arms: Sequence[str]) -> str:
     if len(arms) < 2:
         return "A training report: no second arm to compare with"
-    if not any(c["pairs"] for c in document["comparisons"]):
+    most = max((c["pairs"] for c in document["comparisons"]), default=0)
+    if not most:
         return "Nothing to compare yet"
-    pairs = min((c["pairs"] for c in own), default=0)
-    if pairs < MIN_PAIRS:
-        return f"Undecided: {plural(pairs, 'pair')} cannot decide"
-    parts = []
-    for c in own:
-        word = c["accuracy"]["verdict"]
-        best = f"{_named(c['arm'], c, document)} against {BASELINE}: {word} at the best learning rates"
-        decided = {w: [rate(s["lr"]) for s in _same_rate(document, c) if s["accuracy"]["verdict"] == w] for w in _WORDS}
-        parts += [joined([best, *(f"{w} at {listed(rates)}" for w, rates in decided.items() if rates)], ", ")]
-    text = "; ".join(parts)
-    return f"Provisional, {pairs} pairs. {text}" if pairs < FIRM_PAIRS else text
-
-
-_WORDS = ("better", "worse")
-
-
-def _about_arm(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    return [_own_best(document, own), *_rate_finding(document, own)]
+    if most < MIN_PAIRS:
+        return f"Undecided: {plural(most, 'pair')} cannot decide"
+    words = {_named(c["arm"], c, document): c["accuracy"]["verdict"] for c in own}
+    if len(own) == 1:
+        (name, word), *_ = words.items()
+        told = f"{name} against {BASELINE}: {word} at the best learning rates"
+        decided = [(c["accuracy"]["verdict"], rate(c["lr"])) for c in _same_rate(document, own[0])]
+        for word in ("better", "worse"):
+            rates = [lr for verdict, lr in decided if verdict == word]
+            told += f", {word} at {listed(rates)}" if rates else ""
+    else:
+        told = f"Against {BASELINE} at the best learning rates: " + ", ".join(f"{n} {w}" for n, w in words.items())
+    pairs = min(c["pairs"] for c in own)
+    return f"Provisional, {plural(pairs, 'pair')}. {told}" if pairs < FIRM_PAIRS else told
 
 
 def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
@@ -80,8 +87,16 @@ def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
         f"Each at its own best learning rate, chosen on validation, {arm} (at {rate(c['lr'])}) is right on "
         f"{accuracy(c['means']['arm']['accuracy'])} of the test images and {BASELINE} (at "
         f"{rate(c['baseline_lr'])}) on {accuracy(c['means']['baseline']['accuracy'])}: a difference of "
-        f"{difference(c['accuracy']['mean'])}{_support(c)}."
+        f"{difference(c['accuracy']['mean'])}{_support(c)}{_loss_clause(c)}."
     )
+
+
+def _loss_clause(c: Mapping[str, Any]) -> str:
+    """What the test loss decides; nothing where it is undecided."""
+    loss = c["loss"]
+    if loss["verdict"] == "undecided":
+        return ""
+    return f"; its test loss is {loss['verdict']} by {fixed(abs(loss['mean']))} nats"
 
 
 def _rate_finding(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -94,16 +109,12 @@ def _rate_finding(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
     c = max(decided or above, key=lambda c: float(c["lr"]))
     change = c["accuracy"]["mean"]
     place = "the highest tested" if c["lr"] == max(a["lr"] for a in above) else f"above {BASELINE}'s best"
-    ends = (
-        "ends level"
-        if change == 0
-        else f"ends {difference(abs(change), sign=False)} {'higher' if change > 0 else 'lower'}"
-    )
+    direction = "higher" if change > 0 else "lower"
+    ends = f"ends {difference(abs(change), sign=False)} {direction}" if change else "ends level"
     text = f"At learning rate {rate(c['lr'])}, {place}, {arm} {ends}{_support(c)}"
-    ran_away = {name: n for name, n in (("baseline", c["diverged"]["baseline"]), ("arm", c["diverged"]["arm"])) if n}
-    if ran_away:
-        told = [f"{n} of {c['pairs']} runs of {BASELINE if k == 'baseline' else arm}" for k, n in ran_away.items()]
-        text += f"; {joined(told, ' and ')} diverged and count as chance"
+    diverged = [(BASELINE, c["diverged"]["baseline"]), (arm, c["diverged"]["arm"])]
+    if told := [f"{n} of {c['pairs']} runs of {name}" for name, n in diverged if n]:
+        text += f"; {listed(told)} diverged and count as chance"
     return [text + _logit_clause(document, c) + "."]
 
 
@@ -137,38 +148,35 @@ def _support(c: Mapping[str, Any]) -> str:
     return f" ({', '.join(told)}: {word})"
 
 
-def _limits(document: Mapping[str, Any], compared: Sequence[Any], arms: Sequence[str]) -> list[str]:
-    """What the numbers above cannot show."""
+def _limits(document: Mapping[str, Any], pairs: int) -> list[str]:
+    """What the numbers above cannot show; `pairs` as in the headline."""
     study, limits = document["study"], []
-    if compared:
-        pairs = min((c["pairs"] for c in compared if c["kind"] == "own_best"), default=0)
-        floor = f"{2.0 ** (1 - pairs):.3g}" if pairs else None
-        if 0 < pairs < MIN_PAIRS:
-            limits.append(f"With {plural(pairs, 'pair')} no verdict is given; three are the least, six make it firm.")
-        elif pairs and pairs < FIRM_PAIRS:
-            limits.append(
-                f"With {pairs} pairs the exact sign-flip p cannot fall below {floor}: the verdicts rest on "
-                "the t interval, which assumes roughly normal differences. Six pairs make a verdict firm."
-            )
-        elif pairs:
-            limits.append(f"With {pairs} pairs the exact sign-flip p cannot fall below {floor}.")
-        limits.append("Undecided means that these runs cannot tell, not that the arms are equal.")
-        if any(b["edge"] for b in document["best_rates"]):
-            edges = listed(
-                [f"{b['arm']}'s ({rate(b['lr'])}, the {b['edge']})" for b in document["best_rates"] if b["edge"]]
-            )
-            limits.append(
-                f"The best learning rate lies at the edge of those tested, so a better one may lie beyond: {edges}."
-            )
+    floor = f"the exact sign-flip p cannot fall below {number(sign_flip_floor(pairs))}"
+    if 0 < pairs < MIN_PAIRS:
+        limits.append(f"With {plural(pairs, 'pair')} no verdict is given; three are the least, six make it firm.")
+    elif 0 < pairs < FIRM_PAIRS:
         limits.append(
-            "The same learning rate is not the same step for both arms: with QK-Norm the weights of q and "
-            "k work only by their direction."
+            f"With {pairs} pairs {floor}: the verdicts rest on the t interval, which assumes roughly normal "
+            "differences. Six pairs make a verdict firm."
         )
-    left = study["runs_planned"] - study["runs_counted"]
-    if left:
-        limits.append(f"{left} of {plural(study['runs_planned'], 'planned run')} have no result and are not counted.")
+    elif pairs:
+        limits.append(f"With {pairs} pairs {floor}.")
+    if pairs:
+        limits.append("Undecided means that these runs cannot tell, not that the arms are equal.")
+    edges = [f"{b['arm']}'s ({rate(b['lr'])}, the {b['edge']})" for b in document["best_rates"] if b["edge"]]
+    if edges:
+        limits.append(
+            f"A best learning rate at the edge of those tested may have a better one beyond it: {listed(edges)}."
+        )
+    if pairs and any(a["qk_norm"] or a["formula"] for a in study["arms"]):
+        limits.append(
+            "The same learning rate is another step for an arm with QK-Norm: the scale of its q and k "
+            "weights, bias apart, no longer matters."
+        )
+    if left := study["runs_planned"] - study["runs_counted"]:
+        limits.append(f"Of {plural(study['runs_planned'], 'planned run')}, {left} have no result and are not counted.")
     if study["runs_counted"]:
-        model, data = study["model"] or "one model", study["data"] or "one data set"
+        model, data = study["model"] or "name not known", study["data"] or "name not known"
         limits.append(
             f"One checkpoint ({model}), one data set ({data}), one recipe: other models, data and lengths "
             "of training were not tested."

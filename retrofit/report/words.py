@@ -36,7 +36,7 @@ def signed(value: float | None, digits: int = 3) -> str:
 
 
 def accuracy(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.1f} %"
+    return NONE if share is None else f"{fixed(100 * share, 1)} %"
 
 
 def points(share: float | None) -> str:
