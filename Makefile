@@ -27,8 +27,8 @@ retrofit: pair  ## probe, surgery, paired fine-tuning, report and export of MODE
 pair: $(READY)  ## the paired fine-tuning and its report; ARGS="train.seeds=[0]" overrides the recipe
 	$(BIN)/retrofit pair $(MODEL) -o $(RUN) $(ARGS)
 
-checkpoint: $(READY)  ## surgery and export only, without training: MODEL's checkpoint with QK-Norm
-	$(BIN)/retrofit apply $(MODEL) -o runs/$(notdir $(MODEL))-checkpoint gain=per_head $(ARGS)
+checkpoint: $(READY)  ## surgery and export only, without training: the recipe's model with its QK-Norm
+	$(BIN)/retrofit apply recipes/$(MODEL).yaml -o runs/$(MODEL)-checkpoint $(ARGS)
 
 report: $(READY)  ## the report of runs/MODEL again, from its files
 	$(BIN)/retrofit report $(RUN)

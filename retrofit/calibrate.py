@@ -127,25 +127,29 @@ def match(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> None:
     """Sets shift, gains and scale to what the moments ask for, as far as the formula can hold it.
 
     A formula with a gain per head holds each head's temperature; one shared by the heads holds their mean. A learned
-    scale takes sqrt(d) rms(q) rms(k - c) and leaves the rest to the gains.
+    scale takes the place of the attention's own scale and of the mean gain.
     """
     spec = moments.spec
     shift = moments.best_shift()
     if k_norm.shift is not None:
         k_norm.shift.copy_(shift.flatten())
     q, k = moments.q_rms.expand(q_norm.heads), moments.k_rms(shift).expand(k_norm.heads)
+    if spec.norm == "l2":  # brings a vector to length 1, where the others bring it to the root of its channels
+        q, k = (
+            x * (n.head_dim * (n.heads if spec.axis == "projection" else 1)) ** 0.5
+            for x, n in ((q, q_norm), (k, k_norm))
+        )
     if q_norm.scale is not None:
-        per_head = q * k.repeat_interleave(q_norm.heads // k_norm.heads) * q_norm.head_dim * q_norm.attention_scale
-        scale = per_head if q_norm.scale.numel() > 1 else per_head.mean(0, keepdim=True)
+        temperature = q * k.repeat_interleave(q_norm.heads // k_norm.heads) * q_norm.attention_scale
+        scale = temperature if q_norm.scale.numel() > 1 else temperature.mean(0, keepdim=True)
+        q, k = temperature / scale.clamp_min(1e-30), torch.ones_like(k)
         if spec.scale_max is not None:
             scale = scale.clamp(1e-6, spec.scale_max).log()
         q_norm.scale.copy_(scale)
-    else:
-        length = q_norm.head_dim**0.5 if spec.norm == "l2" else 1.0
-        for norm, gain in ((q_norm, q * length), (k_norm, k * length)):
-            if norm.weight is not None:
-                held = gain if spec.gain == "per_head" else gain.square().mean(0, keepdim=True).sqrt()
-                norm.weight.copy_(held.repeat_interleave(norm.head_dim) - (1.0 if spec.zero_centered else 0.0))
+    for norm, gain in ((q_norm, q), (k_norm, k)):
+        if norm.weight is not None:
+            held = gain if spec.gain == "per_head" else gain.square().mean(0, keepdim=True).sqrt()
+            norm.weight.copy_(held.repeat_interleave(norm.head_dim) - (1.0 if spec.zero_centered else 0.0))
 
 
 @dataclass(frozen=True)

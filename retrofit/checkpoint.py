@@ -107,6 +107,7 @@ def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> Ab
     """A scratch folder that becomes `folder` when the block ends well. What an earlier save wrote there is replaced."""
     earlier = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
     ours = {str(name) for name in earlier.get("files", {})} if isinstance(earlier, dict) else set()
+    ours = {name for name in ours if Path(name).name == name}  # a manifest from elsewhere reaches no other folder
     return publishing(folder, MANIFEST, owned={*ours, *owned}, force=force)
 
 
@@ -154,7 +155,7 @@ def load(folder: str | Path) -> nn.Module:
         model.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS), strict=True, assign=True)
         family.set_labels(model, manifest["labels"])
         family.set_preprocess(model, Preprocess(**manifest["preprocess"]))
-    except RetrofitError:
+    except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -170,10 +171,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """retrofit.json, checked for what every reader needs. Raises CheckpointError."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}{_hint(folder)}; name a folder that retrofit wrote")
-    manifest = read_json(folder / MANIFEST)
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except RetrofitError as error:
+        raise CheckpointError(str(error)) from None
     needed = {"format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
-    if not isinstance(manifest, dict) or not needed <= manifest.keys() or not isinstance(manifest["files"], dict):
+    whole = isinstance(manifest, dict) and needed <= manifest.keys()
+    if not (whole and isinstance(manifest["files"], dict) and isinstance(manifest["labels"], list)):
         raise CheckpointError(f"{folder / MANIFEST} is not what retrofit writes")
+    if WEIGHTS not in manifest["files"]:
+        raise CheckpointError(f"{folder / MANIFEST} does not name {WEIGHTS}")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads {FORMAT}")
     return manifest

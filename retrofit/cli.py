@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.qknorm import PRESETS, QKNorm
+from retrofit.qknorm import PRESETS
 from retrofit.runfiles import dumps, read_json
 
 OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
@@ -84,34 +84,64 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _apply(args: argparse.Namespace) -> int:
-    from retrofit.checkpoint import load_model
+    recipe, arm = _to_apply(args)
+    from retrofit.checkpoint import MANIFEST, load_model
     from retrofit.data import eval_batches, open_images
     from retrofit.export import export_model
     from retrofit.models import family_of
+    from retrofit.runfiles import check_free
     from retrofit.surgery import insert_qk_norm
     from retrofit.tables import shock_lines
 
-    spec = QKNorm.preset(args.preset, **_changes(args.settings))
-    model = load_model(args.model, image_size=args.image_size)
+    check_free(args.output, MANIFEST, args.force)
+    base, data = recipe.model, recipe.data
+    model = load_model(
+        base.source, image_size=data.image_size, model_args=base.model_args, pretrained=base.pretrained
+    )
     preprocess = family_of(model).preprocess(model)
-    images = open_images(args.data, args.images)
+    images = open_images(data.source, data.calibration_images)
     # Every fourth image is kept out of calibration, to measure insertion shock on.
-    held_out = [i for i in range(len(images)) if i % 4 == 3]
-    calibration = [i for i in range(len(images)) if i % 4 != 3]
+    held_out = images.subset([i for i in range(len(images)) if i % 4 == 3])
+    calibration = images.subset([i for i in range(len(images)) if i % 4 != 3])
     insertion = insert_qk_norm(
         model,
-        spec,
-        images=(b.pixels for b in eval_batches(images.subset(calibration), preprocess, 64)),
-        init=args.init,
-        held_out=[b.pixels for b in eval_batches(images.subset(held_out), preprocess, 64)] if held_out else None,
+        arm.qk_norm,
+        images=(batch.pixels for batch in eval_batches(calibration, preprocess, 64)),
+        init=arm.init,
+        held_out=[batch.pixels for batch in eval_batches(held_out, preprocess, 64)] if len(held_out) else None,
     )
-    about = {"base": args.model, "data": args.data, "init": args.init, "calibration_images": len(calibration)}
-    about["shock"] = {init: shock.document() for init, shock in insertion.shock.items()}
+    about = {
+        "base": base.source,
+        "data": data.source,
+        "init": arm.init,
+        "calibration_images": len(calibration),
+        "shock": {init: shock.document() for init, shock in insertion.shock.items()},
+    }
     sample = next(eval_batches(images, preprocess, 4)).pixels
     findings = export_model(model, args.output, about=about, images=sample, force=args.force)
-    print(f"{len(insertion.sites)} attention layers now have {spec.describe()}")
+    print(f"{len(insertion.sites)} attention layers now have {arm.qk_norm.describe()}")
     print("\n".join([*shock_lines(insertion.shock), *findings, f"written to {args.output}"]))
     return OK
+
+
+def _to_apply(args: argparse.Namespace) -> tuple[Any, Any]:
+    """What `apply` is to carry out, as a recipe and an arm of it: from a recipe file, or from the options alone."""
+    from dataclasses import replace
+
+    from retrofit.recipe import load_recipe, parse, parse_qk_norm
+
+    if Path(args.model).suffix in (".yaml", ".yml"):
+        recipe = load_recipe(args.model)
+    else:
+        recipe = parse({"model": args.model, "arms": {"baseline": {}, "retrofit": {"qk_norm": "qwen3"}}})
+    arm = next((arm for arm in recipe.arms.values() if arm.qk_norm is not None), None)
+    if arm is None:
+        raise RetrofitError(f"no arm of {args.model} has a qk_norm")
+    if args.preset is not None or args.settings:
+        arm = replace(arm, qk_norm=parse_qk_norm(args.preset or arm.qk_norm, args.settings))
+    given = {"source": args.data, "calibration_images": args.images, "image_size": args.image_size}
+    data = replace(recipe.data, **{key: value for key, value in given.items() if value is not None})
+    return replace(recipe, data=data), replace(arm, init=args.init or arm.init)
 
 
 def _pair(args: argparse.Namespace) -> int:
@@ -155,22 +185,9 @@ def _write_report(run_dir: Path, force: bool) -> int:
 
     path = write_report(run_dir, force=force)
     document = read_json(path.with_suffix(".json"))
-    print(document["verdict"]["sentence"])
+    print("\n".join([document["verdict"]["headline"], *document["verdict"]["sentences"]]))
     print(f"report: {path}")
     return OK
-
-
-def _changes(settings: Sequence[str]) -> dict[str, Any]:
-    """`gain=per_head eps=1e-6`, as keyword arguments of QKNorm."""
-    from retrofit.recipe import parse_value
-
-    changes = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise RetrofitError(f"{setting!r} is not a setting; write key=value, such as gain=per_head")
-        changes[key] = parse_value(text)
-    return changes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -199,10 +216,10 @@ def _parser() -> argparse.ArgumentParser:
         "settings", nargs="*", metavar="key=value", default=[], help="fields of QKNorm, e.g. gain=per_head"
     )
     sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
-    sub.add_argument("--preset", default="qwen3", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
-    sub.add_argument("--init", default="match", choices=["match", "ones"], help="start of the norm (default match)")
-    sub.add_argument("--data", metavar="SRC", default="nano", help=f"images to calibrate on: {_SRC}")
-    sub.add_argument("--images", metavar="N", type=_count, default=128, help="how many (default 128)")
+    sub.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
+    sub.add_argument("--init", choices=["match", "ones"], help="start of the norm (default match)")
+    sub.add_argument("--data", metavar="SRC", help=f"images to calibrate on: {_SRC} (default nano)")
+    sub.add_argument("--images", metavar="N", type=_count, help="how many (default 128)")
     sub.add_argument("--image-size", metavar="PIXELS", type=_count, help="side of the input (default: the model's)")
     force(sub)
 

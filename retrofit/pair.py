@@ -63,9 +63,10 @@ def run_pair(
         RetrofitError: for a model, data set or precision that cannot be had.
     """
     _check_machine(recipe)
-    runfiles.claim(run_dir, runfiles.MANIFEST, force)
+    runfiles.check_free(run_dir, runfiles.MANIFEST, force)
     _check_same(recipe, run_dir)
     study = _open(recipe, run_dir)
+    runfiles.claim(run_dir, runfiles.MANIFEST, force)
     _write_manifest(study, command or [])
     missing = [key for key in _part(recipe.plan(), shard) if not (run_dir / key.folder / runfiles.RESULT).is_file()]
     if missing:
@@ -157,7 +158,14 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
     recipe = study.recipe
     steps = steps_of(recipe.train, len(study.splits.train))
     probe_images = list(_pixels(_held_out(study), study.preprocess))
-    bar = tqdm(total=steps * len(missing), unit="step", smoothing=0.05, file=sys.stderr, dynamic_ncols=True)
+    bar = tqdm(
+        total=steps * len(missing),
+        unit="step",
+        smoothing=0.05,
+        file=sys.stderr,
+        dynamic_ncols=True,
+        mininterval=0.5 if sys.stderr.isatty() else 15.0,  # a log file wants a line now and then
+    )
 
     def tick(words: str) -> None:
         bar.set_postfix_str(words, refresh=False)
@@ -236,7 +244,14 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 def _write_manifest(study: Study, command: list[str]) -> None:
     splits = {n: getattr(study.splits, n) for n in ("train", "validation", "test")}
     path = study.run_dir / runfiles.MANIFEST
-    created = read_json(path).get("created") if path.is_file() else None
+    data = {n: {"images": len(images), "sha256": images.fingerprint()} for n, images in splits.items()}
+    earlier = read_json(path) if path.is_file() else {}
+    changed = [n for n, now in data.items() if now != earlier.get("data", data).get(n)]
+    if changed:
+        raise RecipeError(
+            f"{study.run_dir} holds a study of other images: {', '.join(changed)} has changed since; take another -o"
+        )
+    created = earlier.get("created")
     manifest = {
         "version": versions()["retrofit"],
         "created": created or datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -244,7 +259,7 @@ def _write_manifest(study: Study, command: list[str]) -> None:
         "recipe": plain(study.recipe),
         "plan": study.recipe.plan(),
         "classes": study.splits.classes,
-        "data": {n: {"images": len(images), "sha256": images.fingerprint()} for n, images in splits.items()},
+        "data": data,
         "environment": {
             "python": platform.python_version(),
             **versions(),

@@ -72,12 +72,12 @@ class QKNorm:
             raise RetrofitError("scale_init and scale_max need scale=learned or scale=learned_per_head")
         for name in ("scale_init", "scale_max"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise RetrofitError(f"{name}={value!r} must be a positive number")
         if self.scale_init and self.scale_max and self.scale_init > self.scale_max:
             raise RetrofitError(f"scale_init={self.scale_init:g} lies above scale_max={self.scale_max:g}")
         if self.layers is not None:
-            if isinstance(self.layers, int) or not all(type(i) is int for i in self.layers):
+            if not isinstance(self.layers, tuple | list) or not all(type(i) is int for i in self.layers):
                 raise RetrofitError(f"layers={self.layers!r} must be a list of whole numbers, such as [0, 1, 2]")
             if not self.layers:
                 raise RetrofitError("layers=[] leaves nothing to norm; leave it out to norm every layer")

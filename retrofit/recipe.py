@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -57,7 +58,7 @@ class Model:
 
     __pydantic_config__ = _FORBID
 
-    source: str
+    source: str = "nano"
     """`nano`, `timm/NAME`, `hf/ID`, `timm:DIR`, `hf:DIR`, or DIR, a folder written by retrofit."""
     model_args: dict[str, Any] = field(default_factory=dict)
     """Passed on to timm.create_model, or to the configuration of a transformers model."""
@@ -156,9 +157,11 @@ class Recipe:
 
     __pydantic_config__ = _FORBID
 
-    model: Annotated[Model, BeforeValidator(_as_model)] = field(default_factory=lambda: Model(source="nano"))
+    model: Annotated[Model, BeforeValidator(_as_model)] = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    arms: dict[str, Arm] = field(default_factory=lambda: {BASELINE: Arm()})
+    arms: dict[str, Annotated[Arm, BeforeValidator(lambda value: {} if value is None else value)]] = field(
+        default_factory=lambda: {BASELINE: Arm()}
+    )
     train: Train = field(default_factory=Train)
 
     def __post_init__(self) -> None:
@@ -170,11 +173,8 @@ class Recipe:
         for name in self.arms:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
                 faults.append(f"arms.{name}: a name of letters, digits, _, - and . is needed, since it names a folder")
-        for key, values in (
-            ("lr", self.train.lr),
-            ("seeds", self.train.seeds),
-            ("precision", self.train.precision),
-        ):
+        for key in ("lr", "seeds", "precision"):
+            values = getattr(self.train, key)
             shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
             if len(set(shown)) < len(shown):
                 faults.append(f"train.{key}: the same value stands there twice (to 6 digits)")
@@ -218,26 +218,36 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that a mapping describes, with overrides. Raises RecipeError."""
-    document = dict(content)
-    for override in overrides:
-        document = _overridden(document, override)
+    hint = "is not a setting; write key=value, such as train.epochs=3 or gain=per_head"
+    faults = [f"{text!r} {hint}" for text in overrides if not _SETTING.fullmatch(text)]
+    document = reduce(_overridden, filter(_SETTING.fullmatch, overrides), dict(content))
+    sections = [f.name for f in fields(Recipe)]
+    document = {k: v for k, v in document.items() if v is not None or k not in sections}  # `train:` and no more
     try:
-        return TypeAdapter(Recipe).validate_python(document)
+        recipe = TypeAdapter(Recipe).validate_python(document)
     except ValidationError as error:
-        raise RecipeError("\n".join(_fault(e) for e in error.errors())) from None
+        faults += [_fault(e) for e in error.errors()]
+    if faults:
+        raise RecipeError("\n".join(faults))
+    return recipe
+
+
+def parse_qk_norm(base: str | QKNorm, settings: Sequence[str]) -> QKNorm:
+    """A preset, by name, or a formula, with `key=value` changes, as the command line gives them. Raises RecipeError."""
+    place = "arms.norm.qk_norm"
+    given = {"preset": base} if isinstance(base, str) else asdict(base)
+    try:
+        recipe = parse({"arms": {"norm": {"qk_norm": given}}}, [f"{place}.{text}" for text in settings])
+    except RecipeError as error:
+        raise RecipeError(str(error).replace(f"{place}.", "").replace(f"{place}: ", "")) from None
+    spec = recipe.arms["norm"].qk_norm
+    assert spec is not None
+    return spec
 
 
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every field resolved; `load_recipe` gives the same recipe back."""
-    return yaml.safe_dump(plain(recipe), sort_keys=False, default_flow_style=None, width=110)
-
-
-def parse_value(text: str) -> Any:
-    """A value as it stands in an override: `[0, 1]`, `1e-3`, `null`, `qwen3`."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    return yaml.safe_dump(plain(recipe), sort_keys=False, default_flow_style=None, allow_unicode=True, width=110)
 
 
 def _read(source: str | Path) -> Mapping[str, Any]:
@@ -254,7 +264,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
             )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         content = {}
@@ -263,20 +273,26 @@ def _read(source: str | Path) -> Mapping[str, Any]:
     return content
 
 
+_SETTING = re.compile(r"[^.=]+(\.[^.=]+)*=.*", re.DOTALL)
+_SHORT = {(0, "model"): "source", (2, "qk_norm"): "preset"}
+"""Where a word stands for a mapping, by depth and key: the key that the word is the value of."""
+
+
 def _overridden(document: dict[str, Any], override: str) -> dict[str, Any]:
-    path, equals, text = override.partition("=")
+    path, _, text = override.partition("=")
     keys = path.split(".")
-    if not equals or not all(keys):
-        raise RecipeError(f"{override!r} is not an override; write key.sub=value, such as train.epochs=3")
     result = dict(document)
     inner = result
     for depth, key in enumerate(keys[:-1]):
         value = inner.get(key)
-        if depth == 0 and key == "model" and isinstance(value, str):
-            value = {"source": value}
+        if isinstance(value, str) and (depth, key) in _SHORT:
+            value = {_SHORT[depth, key]: value}
         inner[key] = dict(value) if isinstance(value, Mapping) else {}
         inner = inner[key]
-    inner[keys[-1]] = parse_value(text)
+    try:
+        inner[keys[-1]] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        inner[keys[-1]] = text
     return result
 
 

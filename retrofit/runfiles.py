@@ -121,7 +121,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
@@ -148,20 +148,22 @@ class JsonLines:
 
 
 def claim(folder: Path, marker: str, force: bool = False) -> None:
-    """Makes `folder` ready to be written: it must be new, empty, or ours (it holds `marker`).
+    """Makes `folder` ready to be written. Raises RetrofitError where `check_free` does, or where it cannot be made."""
+    check_free(folder, marker, force)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RetrofitError(f"{folder} cannot be made: {error.strerror or error}") from None
 
-    Raises RetrofitError for a folder that holds something else, unless `force`.
-    """
+
+def check_free(folder: Path, marker: str, force: bool = False) -> None:
+    """Raises RetrofitError unless `folder` may be written: new, empty, or ours (it holds `marker`); or `force`."""
     if folder.exists() and not folder.is_dir():
         raise RetrofitError(f"{folder} is a file; name a folder to write to")
     if folder.is_dir() and not force and any(folder.iterdir()) and not (folder / marker).is_file():
         raise RetrofitError(
             f"{folder} holds files that retrofit did not write; name a new folder, or add --force to write here"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RetrofitError(f"{folder} cannot be made: {error.strerror or error}") from None
 
 
 @contextmanager
@@ -182,7 +184,7 @@ def publishing(folder: Path, marker: str, owned: Collection[str] = (), force: bo
             raise RetrofitError(
                 f"{folder} holds {', '.join(foreign)}, which retrofit did not write; move them away, or add --force"
             )
-        for name in {marker, *owned}:
+        for name in (marker, *(n for n in owned if Path(n).name == n)):  # a name that leads elsewhere is not ours
             (folder / name).unlink(missing_ok=True)
         for name in sorted(written, key=lambda n: n == marker):
             os.chmod(scratch / name, 0o666 & ~_umask())

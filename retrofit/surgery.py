@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from retrofit.calibrate import LayerCalibration, Moments, describe, match, shiftable
 from retrofit.errors import ModelError, RetrofitError
-from retrofit.models import Site, Skipped, evaluating, family_of, sites_of
+from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, sites_of
 from retrofit.norms import HeadNorm
 from retrofit.probes import tapped
 from retrofit.qknorm import QKNorm
@@ -189,7 +189,8 @@ def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None 
 
 def _published_scale(model: nn.Module) -> float:
     """log2(n^2 - n) for n tokens (Henry et al. 2020)."""
-    tokens = family_of(model).token_count(model)
+    family = _family(model)
+    tokens = family.token_count(model) if family else None
     if tokens is None:
         raise RetrofitError("scale_init is needed: the number of tokens, which it follows from, is not known here")
     return math.log2(tokens**2 - tokens)
@@ -197,14 +198,19 @@ def _published_scale(model: nn.Module) -> float:
 
 def _measure(model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> list[Moments]:
     moments = {site.name: Moments.of(site, spec) for site in sites}
-    family = family_of(model)
+    family = _family(model)
     with evaluating(model), tapped(sites, lambda reading: moments[reading.site.name].read(reading)):
         for batch in _batches(images, model):
-            family.forward(model, batch)
+            family.forward(model, batch) if family else model(batch)
     idle = [name for name, m in moments.items() if not m.count]
     if idle:
         raise ModelError(f"{idle[0]} did not run on the calibration images, so that it cannot be calibrated")
     return list(moments.values())
+
+
+def _family(model: nn.Module) -> Family | None:
+    """None for a module of neither library, which only contains their attention."""
+    return next((family for family in FAMILIES if family.owns(model)), None)
 
 
 def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:

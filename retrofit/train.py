@@ -77,7 +77,7 @@ class ArmRun:
             optimizer = create_optimizer_v2(model, opt=train.optimizer, lr=key.lr, weight_decay=train.weight_decay)
         except (ValueError, AssertionError, ImportError) as error:
             raise RetrofitError(f"train.optimizer: {train.optimizer} cannot be used: {error}") from None
-        warmup = int(train.warmup * steps)
+        warmup = min(int(train.warmup * steps), steps - 1)
         # From a first step above 0 to the peak, and from there to just above 0 at the last step.
         schedule = CosineLRScheduler(
             optimizer,
@@ -159,7 +159,7 @@ class ArmRun:
                 ids, labels, logits = _predictions(self.model, images, preprocess, self.accelerator.device)
                 arrays |= {f"{name}_ids": ids, f"{name}_labels": labels, f"{name}_logits": logits}
                 results[name] = score(logits, labels)
-            if results["validation"]["loss"] is None:
+            if any(result["loss"] is None for result in results.values()):
                 self.diverged_at = steps
         for log in (self.metrics, self.timings, self.probes):
             log.close()
@@ -244,7 +244,8 @@ def train_lockstep(
 
 def score(logits: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Accuracy and mean cross-entropy in nats; the loss is None where a logit is not finite."""
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # infinity minus infinity: the loss is then None
+        shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     losses = np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(labels)), labels]
     loss = float(losses.mean())
     accuracy = float((logits.argmax(-1) == labels).mean())

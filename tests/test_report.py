@@ -22,7 +22,7 @@ from made_run import CLASSES, LRS, SEEDS, folder_of, make_run
 
 from retrofit.errors import RetrofitError
 from retrofit.report import build_report, write_report
-from retrofit.report.markdown import markdown
+from retrofit.report.markdown import to_markdown
 from retrofit.report.text import page
 
 SCHEMA = json.loads((files("retrofit.report") / "schema.json").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ def checked(folder: Path) -> dict[str, Any]:
     """The document of a folder, valid under the schema, with a page that never says nan."""
     document = build_report(folder)
     VALIDATOR.validate(json.loads(json.dumps(document, allow_nan=False)))
-    text = markdown(page(document))
+    text = to_markdown(page(document))
     assert not re.search(r"\b(nan|None|inf)\b", text)
     return document
 
@@ -202,7 +202,7 @@ def test_under_three_pairs_nothing_is_decided(tmp_path: Path, seeds: int) -> Non
     verdict = checked(make_run(tmp_path / "run", seeds=range(seeds)))["verdict"]
     assert verdict["headline"] == f"Undecided: {seeds} pair{'s' * (seeds > 1)} cannot decide"
     assert {r["verdict"] for a in verdict["arms"] for r in a["at_same_rate"]} == {"undecided"}
-    assert "under three pairs decide nothing" in verdict["sentences"][1]
+    assert "fewer than three pairs decide nothing" in verdict["sentences"][1]
 
 
 def test_six_pairs_are_not_provisional(tmp_path: Path) -> None:

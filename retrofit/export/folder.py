@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def export_run(
 
     Raises RetrofitError where there is no such finished run.
     """
+    runfiles.check_free(folder, MANIFEST, force)
     if (run_dir / MANIFEST).is_file():
         about = read_manifest(run_dir).get("about", {})
         return export_model(load(run_dir), folder, about=about, force=force)
@@ -102,7 +104,8 @@ def _choose(run_dir: Path, arm: str | None, seed: int | None, lr: float | None) 
                 finished.append({**result, "folder": key["folder"]})
     if not finished:
         raise RetrofitError(f"no run of arm {arm} in {run_dir} has finished; `retrofit pair` resumes it")
-    lrs = {r["lr"] for r in finished}
+    runs = Counter(r["lr"] for r in finished)
+    lrs = [rate for rate, count in runs.items() if count == max(runs.values())]  # a rate half diverged is no best one
 
     def mean_loss(rate: float) -> float:
         losses = [r["validation"]["loss"] for r in finished if r["lr"] == rate]

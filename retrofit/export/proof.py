@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from retrofit.checkpoint import file_hash, load, read_manifest
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.models import evaluating, family_of, sites_of
 from retrofit.surgery import spec_of
 
@@ -63,7 +63,7 @@ def verify(folder: Path) -> Proof:
         fixture = safetensors.torch.load_file(folder / FIXTURE)
         with evaluating(model):
             difference = _difference(_said(model, fixture["images"]), fixture["outputs"])
-    except (CheckpointError, SafetensorError, KeyError, RuntimeError) as error:
+    except (RetrofitError, SafetensorError, KeyError, RuntimeError) as error:
         return Proof(False, [str(error)])
     placed = sum(site.norms is not None for site in sites_of(model)[0])
     spec = spec_of(model)

@@ -54,6 +54,9 @@ class TransformersFamily(Family):
                 config = AutoConfig.from_pretrained(request.name, trust_remote_code=False)
             except (ValueError, KeyError) as error:
                 raise ModelError(f"{request.source} is no model that transformers knows: {_one_line(error)}") from error
+        if config.model_type == "timm_wrapper":
+            remedy = f"timm:{request.name}" if request.local else f"timm/{request.name.rpartition('/')[2]}"
+            raise ModelError(f"{request.source} is a timm model; name it {remedy}")
         for key, value in request.model_args.items():
             setattr(config, key, value)
         classifies = any("ForImageClassification" in a for a in config.architectures or ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from safetensors import SafetensorError
 
 from retrofit.errors import ModelError, nearest
 
@@ -34,6 +36,11 @@ def fetching(source: str) -> Iterator[None]:
     work_offline_without_network()
     try:
         yield
+    except (SafetensorError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{source} cannot be loaded: its weights are damaged, or no plain tensors ({reason})"
+        ) from error
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         causes = list(_chain(error))
         if any(isinstance(c, GatedRepoError) for c in causes):

@@ -49,7 +49,7 @@ class TimmFamily(Family):
             with fetching(request.source), own_random_state(request.seed):
                 model: Any = timm.create_model(name, pretrained=request.pretrained, **args)
         except (RuntimeError, TypeError, AssertionError) as error:
-            raise ModelError(f"{request.source} cannot be built by timm: {_first_line(error)}") from error
+            raise ModelError(f"{request.source} cannot be built by timm: {_reason(error)}") from error
         if not hasattr(model, "_model_args"):  # timm before 1.0.21 does not keep what it was called with
             model._model_args = {**config.get("model_args", {}), **args}
         if request.image_size is not None:
@@ -167,5 +167,7 @@ def _folder_config(request: Request) -> dict[str, Any]:
     return config
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _reason(error: BaseException) -> str:
+    """The first line, and the next where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:400]

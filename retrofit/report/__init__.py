@@ -2,9 +2,10 @@
 
 read.py        what is in the folder, and what is missing or wrong there
 compare.py     pairs, their differences and verdicts; attention.py: what the probes saw
-results.py     the document, which schema.json describes
-verdict.py     what may be said; text.py, tables.py: the page, made once of blocks.py
-markdown.py    the page for a pull request; html.py, figures.py: the page for a browser
+results.py     the document, which schema.json describes; verdict.py: what may be said
+text.py        the page, made once of blocks.py, with tables.py, definitions.py and words.py
+markdown.py    the page for a pull request
+html.py        the page for a browser, with template.html; figures.py, plots.py, svg.py: its figures
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from retrofit import runfiles
 from retrofit.errors import RetrofitError
-from retrofit.report.html import html
-from retrofit.report.markdown import MARK, markdown
+from retrofit.report.html import to_html
+from retrofit.report.markdown import MARK, to_markdown
 from retrofit.report.results import SCHEMA, build_report
 from retrofit.report.text import page
 
@@ -38,8 +39,8 @@ def write_report(run_dir: Path, force: bool = False) -> Path:
     content = page(document)
     texts = {
         "json": runfiles.dumps(document, indent=2) + "\n",
-        "md": markdown(content),
-        "html": html(content, document),
+        "md": to_markdown(content),
+        "html": to_html(content, document),
     }
     for suffix, text in texts.items():
         runfiles.write_text(places[suffix], text)

@@ -13,7 +13,7 @@ from retrofit.report.blocks import LIMITS, Page
 from retrofit.report.markdown import MARK
 
 
-def html(page: Page, document: Mapping[str, Any]) -> str:
+def to_html(page: Page, document: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("retrofit.report", "."),
         autoescape=select_autoescape(["html"]),

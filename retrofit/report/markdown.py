@@ -9,7 +9,7 @@ from retrofit.report.blocks import LIMITS, Block, Figure, Listing, Page, Points,
 MARK = "<!-- written by `retrofit report` from the files of its folder; a new report takes its place -->"
 
 
-def markdown(page: Page) -> str:
+def to_markdown(page: Page) -> str:
     parts = [MARK, f"# {_escape(page.title)}", _escape(page.subtitle), f"## {_escape(page.headline)}"]
     parts += [_escape(s) for s in page.sentences]
     parts += [f"**{LIMITS}**", _block(Points(page.limits))] if page.limits else []

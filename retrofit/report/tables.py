@@ -293,6 +293,6 @@ def setting(document: Document) -> list[Table]:
     ]
     result = []
     if study["splits"]:
-        rows = tuple((n, number(s["images"], 9), s["sha256"] or NONE) for n, s in study["splits"].items())
-        result.append(Table("Data", ("Split", "Images", "SHA-256"), rows, words=1))
+        rows = tuple((n, (s["sha256"] or NONE)[:16], number(s["images"], 9)) for n, s in study["splits"].items())
+        result.append(Table("Data", ("Split", "SHA-256 begins", "Images"), rows, words=2))
     return [*result, Table("Environment", ("What", "Value"), tuple(facts), words=2)]

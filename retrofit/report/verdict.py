@@ -144,7 +144,7 @@ def _support(c: Mapping[str, Any]) -> str:
     m = c["accuracy"]
     told = [f"{band(m['level'])} interval {interval(m['interval'])}"] if m["interval"] else []
     told.append(plural(c["pairs"], "pair"))
-    word = m["verdict"] if c["pairs"] >= MIN_PAIRS else "undecided, under three pairs decide nothing"
+    word = m["verdict"] if c["pairs"] >= MIN_PAIRS else "undecided, fewer than three pairs decide nothing"
     return f" ({', '.join(told)}: {word})"
 
 
