@@ -183,7 +183,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / MANIFEST} does not name {WEIGHTS}")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads {FORMAT}")
-    return manifest
+    return dict(manifest)
 
 
 def versions() -> dict[str, str]:

@@ -53,6 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
+def _models(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from retrofit.registry import registered
+
+    entries = list(tqdm(registered(), unit="model", file=sys.stderr, mininterval=1))
+    if args.json:
+        print(dumps(entries, indent=2))
+    else:
+        from retrofit.tables import print_models
+
+        print_models(entries)
+    return OK
+
+
 def _probe(args: argparse.Namespace) -> int:
     from retrofit.checkpoint import load_model
     from retrofit.data import eval_batches, open_images
@@ -95,9 +110,7 @@ def _apply(args: argparse.Namespace) -> int:
 
     check_free(args.output, MANIFEST, args.force)
     base, data = recipe.model, recipe.data
-    model = load_model(
-        base.source, image_size=data.image_size, model_args=base.model_args, pretrained=base.pretrained
-    )
+    model = load_model(base.source, image_size=data.image_size, model_args=base.model_args, pretrained=base.pretrained)
     preprocess = family_of(model).preprocess(model)
     images = open_images(data.source, data.calibration_images)
     # Every fourth image is kept out of calibration, to measure insertion shock on.
@@ -138,6 +151,7 @@ def _to_apply(args: argparse.Namespace) -> tuple[Any, Any]:
     if arm is None:
         raise RetrofitError(f"no arm of {args.model} has a qk_norm")
     if args.preset is not None or args.settings:
+        assert arm.qk_norm is not None
         arm = replace(arm, qk_norm=parse_qk_norm(args.preset or arm.qk_norm, args.settings))
     given = {"source": args.data, "calibration_images": args.images, "image_size": args.image_size}
     data = replace(recipe.data, **{key: value for key, value in given.items() if value is not None})
@@ -202,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def force(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--force", action="store_true", help="write over files that retrofit did not write")
+
+    sub = command("models", _models, "list every model of the installed libraries, and which can take QK-Norm")
+    sub.add_argument("--json", action="store_true", help="one JSON document instead of a table")
 
     sub = command("probe", _probe, "see what a model's attention does on some images")
     sub.add_argument("model", metavar="MODEL", help=_MODEL)

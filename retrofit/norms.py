@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from retrofit.qknorm import QKNorm
 
 Role = Literal["q", "k"]
-Layout = Literal["BHND", "BNHD"]
+Layout = Literal["BHND", "BNHD", "(BH)ND"]
+"""How q and k lie where they are normed; (BH)ND has images and heads in one axis, heads fastest."""
 
 
 class HeadNorm(nn.Module):
@@ -75,6 +76,8 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = _wide(x)
+        if self.layout == "(BH)ND":
+            y = y.unflatten(0, (-1, self.heads))
         if self.shift is not None:
             y = y - self._over_channels(self.shift)
         y = self._normed(y)
@@ -84,7 +87,7 @@ class HeadNorm(nn.Module):
             y = y + self._over_channels(self.bias)
         if self.scale is not None:
             y = y * self._over_heads(self.learned_scale / self.attention_scale)
-        return y.to(x.dtype)
+        return y.to(x.dtype).view_as(x)
 
     @property
     def gain(self) -> Tensor:
@@ -107,7 +110,7 @@ class HeadNorm(nn.Module):
         return f"{self.role}, heads={self.heads}, head_dim={self.head_dim}, {self.spec.describe()}"
 
     def _normed(self, y: Tensor) -> Tensor:
-        axes = [i for i, letter in enumerate(self.layout) if letter == "D" or (letter == "H" and self._whole)]
+        axes = [i for i, letter in enumerate(self._axes) if letter == "D" or (letter == "H" and self._whole)]
         if self.spec.norm == "l2":
             length: Tensor = torch.linalg.vector_norm(y, dim=axes, keepdim=True)
             return y / length.clamp_min(self.spec.eps)
@@ -116,17 +119,21 @@ class HeadNorm(nn.Module):
         return y * torch.rsqrt(y.square().mean(axes, keepdim=True) + self.spec.eps)
 
     @property
+    def _axes(self) -> str:
+        return "BHND" if self.layout == "(BH)ND" else self.layout
+
+    @property
     def _whole(self) -> bool:
         return self.spec.axis == "projection"
 
     def _over_channels(self, values: Tensor) -> Tensor:
         """[D] or [H*D], shaped to broadcast against the layout."""
         heads = values.numel() // self.head_dim
-        return values.view([{"H": heads, "D": self.head_dim}.get(letter, 1) for letter in self.layout])
+        return values.view([{"H": heads, "D": self.head_dim}.get(letter, 1) for letter in self._axes])
 
     def _over_heads(self, values: Tensor) -> Tensor:
         """[1] or [H], shaped to broadcast against the layout."""
-        return values.view([values.numel() if letter == "H" else 1 for letter in self.layout])
+        return values.view([values.numel() if letter == "H" else 1 for letter in self._axes])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ bias, softmax sees the logits l_ij = s * q_i . k_j + b_ij. Masked logits are lef
     entropy             mean over rows of -sum_j p_ij log p_ij, p = softmax(l), in nats
     entropy_share       the same, each row divided by the logarithm of its number of visible keys; 1 is uniform
     peaked_rows         share of rows whose largest p exceeds 0.95
-    logit_bound         the largest |l| that a QK-Norm allows (norms.logit_bound); None without one
+    logit_bound         the largest |l| that a QK-Norm allows (norms.logit_bound), plus the largest |b|; None without one
 
 Everything is computed in float32 from detached tensors, in blocks of rows: no N x N map of all heads is held.
 Low entropy alone is no fault; sharp attention is needed at borders and for matches.
@@ -72,6 +72,7 @@ class _Tap(TorchFunctionMode):
         self.inside: list[Site] = []
         self._scaled: tuple[Tensor, Tensor, float] | None = None  # result, operand, factor
         self._product: tuple[Tensor, Tensor, Tensor, float] | None = None  # q @ k^T, q, k, scale so far
+        self._parts: list[tuple[Tensor, Tensor]] = []  # q, k of an attention that is not yet whole
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,6 +100,7 @@ class _Tap(TorchFunctionMode):
     def leave(self) -> None:
         self.inside.pop()
         self._scaled = self._product = None
+        self._parts = []
 
     def _read_fused(
         self,
@@ -128,8 +130,17 @@ class _Tap(TorchFunctionMode):
     def _emit(self, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> None:
         site = self.inside[-1]
         q, k = q.detach(), k.detach()
+        if q.ndim == 3:  # images and heads in one axis
+            q, k = q.unflatten(0, (-1, site.heads)), k.unflatten(0, (-1, site.heads))
+            bias = bias.unflatten(0, (-1, site.heads)) if bias is not None and bias.ndim == 3 else bias
         if k.shape[1] != q.shape[1]:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        if q.shape[1] < site.heads:  # differential attention, fused: a call for every other head
+            self._parts.append((q, k))
+            if len(self._parts) * q.shape[1] < site.heads:
+                return
+            q, k = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*self._parts, strict=True))
+            self._parts = []
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             for reader in self.readers:
                 reader(Reading(site, q, k, scale, bias))
@@ -220,6 +231,7 @@ class AttentionStats:
     q: Lengths = field(default_factory=Lengths)
     k: Lengths = field(default_factory=Lengths)
     rows: int = 0
+    bias_absmax: float = 0.0
     logit_max: Tensor | None = None
     logit_absmax: Tensor | None = None
     logit_spread: Tensor | None = None
@@ -230,6 +242,9 @@ class AttentionStats:
     def read(self, reading: Reading) -> None:
         self.q.add(reading.q)
         self.k.add(reading.k)
+        if reading.bias is not None:
+            bias = reading.bias.float()
+            self.bias_absmax = max(self.bias_absmax, float(bias.masked_fill(_hidden(bias), 0.0).abs().max()))
         images, heads, queries, _ = reading.q.shape
         self.rows += images * queries
         step = max(1, _BLOCK // (images * heads * reading.k.shape[2]))
@@ -238,7 +253,7 @@ class AttentionStats:
 
     def _read_rows(self, logits: Tensor) -> None:
         """logits: [B, H, rows, M]."""
-        hidden = logits <= torch.finfo(torch.float32).min / 2  # -inf, or the lowest number as transformers masks
+        hidden = _hidden(logits)
         highest = logits.amax(-1)
         lowest = logits.masked_fill(hidden, float("inf")).amin(-1)
         self.logit_max = _larger(self.logit_max, highest.amax((0, 2)))
@@ -266,7 +281,7 @@ class AttentionStats:
         assert self.logit_max is not None, "this site did not run"
         assert self.logit_absmax is not None
         assert self.logit_spread is not None
-        norms = self.site.norms
+        bound = logit_bound(*self.site.norms, rotated=self.site.rotated) if self.site.norms else None
         return {
             "site": self.site.name,
             "heads": self.site.heads,
@@ -282,7 +297,7 @@ class AttentionStats:
             "entropy_share": float(self.entropy_share.mean()),
             "entropy_share_min_head": float(self.entropy_share.min()),
             "peaked_rows": float(self._peaked.mean() / self.rows),
-            "logit_bound": logit_bound(*norms, rotated=self.site.rotated) if norms else None,
+            "logit_bound": None if bound is None else bound + self.bias_absmax,
         }
 
 
@@ -320,6 +335,11 @@ def probe(model: nn.Module) -> Iterator[Probe]:
     seen = Probe(sites)
     with tapped(sites, seen.read):
         yield seen
+
+
+def _hidden(logits: Tensor) -> Tensor:
+    """Where a mask hides a key: -inf, or near the lowest number of a dtype, as transformers writes it."""
+    return logits <= -1e30
 
 
 def _larger(a: Tensor | None, b: Tensor) -> Tensor:

@@ -53,6 +53,9 @@ class QKNorm:
     layers: tuple[int, ...] | None = None
     """Which attention layers get the norm, counted from 0 in the model's order (negative: from the end). None: all."""
 
+    pools: bool = False
+    """Also norm attention pools (a learned query over all tokens), which are otherwise left alone."""
+
     def __post_init__(self) -> None:
         for name, kind in (
             ("norm", Norm),

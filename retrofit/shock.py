@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retrofit.models import evaluating, family_of
+from retrofit.models import evaluating, family_of, own_random_state
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Shock:
 def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Outputs:
     """The model's outputs on some images, in evaluation mode and float32."""
     family = family_of(model)
-    with evaluating(model):
+    with evaluating(model), own_random_state(0):  # some models, such as MAE, draw what they look at
         tokens = [family.tokens(model, b) for b in batches]
         logits = [family.logits(model, b) for b in batches]
 

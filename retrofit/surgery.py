@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from retrofit.calibrate import LayerCalibration, Moments, describe, match, shiftable
 from retrofit.errors import ModelError, RetrofitError
-from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, sites_of
+from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, own_random_state, sites_of
 from retrofit.norms import HeadNorm
 from retrofit.probes import tapped
 from retrofit.qknorm import QKNorm
@@ -137,36 +138,67 @@ def spec_of(model: nn.Module) -> QKNorm | None:
     return placed[0] if placed else None
 
 
-def _chosen(model: nn.Module, spec: QKNorm) -> tuple[list[Site], list[Skipped]]:
-    """The sites that `spec` means, checked. Raises ModelError."""
+@dataclass(frozen=True)
+class Survey:
+    """What surgery would do to a model, found out without touching it."""
+
+    sites: list[Site]
+    """The attention modules that would be normed; those that could be, where `refusal` says why they are not."""
+    skipped: list[Skipped]
+    refusal: str | None
+    """Why nothing can be done, or None."""
+
+
+def survey(model: nn.Module, spec: QKNorm | None = None) -> Survey:
+    """Which attention modules of a model `spec` (by default the plain formula) would norm, or why it cannot."""
+    spec = spec or QKNorm()
     sites, skipped = sites_of(model)
-    name = type(model).__name__
+    if not spec.pools:
+        skipped += [Skipped(s.name, "an attention pool; pools=True norms it too") for s in sites if s.kind.pool]
+        sites = [s for s in sites if not s.kind.pool]
+    refusal = _refusal(model, spec, sites, skipped)
+    if refusal is None and spec.layers is not None:
+        wanted = {i % len(sites) for i in spec.layers}
+        skipped += [Skipped(s.name, "not in layers") for i, s in enumerate(sites) if i not in wanted]
+        sites = [s for i, s in enumerate(sites) if i in wanted]
+    return Survey(sites, skipped, refusal)
+
+
+def left_out(skipped: Sequence[Skipped]) -> str:
+    """The attention modules without a norm, counted by reason, with the first one's name."""
+    reasons = Counter(s.reason for s in skipped)
+    first = {s.reason: s.name for s in reversed(skipped)}
+    return "; ".join(f"{n} x {reason} ({first[reason]}{', …' if n > 1 else ''})" for reason, n in reasons.items())
+
+
+def _refusal(model: nn.Module, spec: QKNorm, sites: list[Site], skipped: list[Skipped]) -> str | None:
     if not sites:
-        seen = "; ".join(f"{s.name}: {s.reason}" for s in skipped[:3]) or "it has no attention with q and k"
-        raise ModelError(f"{name} has no attention that QK-Norm can go into ({seen})")
+        return left_out(skipped) or "it has no attention with q and k"
     if any(site.norms is not None for site in sites):
-        raise ModelError(f"{name} already has QK-Norm from retrofit; remove_qk_norm(model) takes it out")
+        return "it already has QK-Norm from retrofit; remove_qk_norm(model) takes it out"
     native = [site for site in sites if site.native]
     if native:
         kind = type(native[0].module.q_norm).__name__
-        raise ModelError(f"{name} was built with QK-Norm of its own ({native[0].name}.q_norm is {kind})")
+        return f"it has QK-Norm of its own in {len(native)} of {len(sites)} attention layers ({native[0].name}: {kind})"
     hooked = [site.name for site in sites if "forward" in vars(site.module)]
     if hooked:
-        raise ModelError(
-            f"{hooked[0]} has had its forward replaced, as accelerate's hooks do; retrofit the model first"
-        )
-    if spec.position == "after_rope" and any(site.rotated for site in sites):
-        raise ModelError('position="after_rope" is not supported yet for models with RoPE; take position="before_rope"')
-    if spec.layers is not None:
-        wrong = [i for i in spec.layers if not -len(sites) <= i < len(sites)]
-        if wrong:
-            raise ModelError(
-                f"layers={wrong} are not there: {name} has {len(sites)} attention layers, 0 to {len(sites) - 1}"
-            )
-        wanted = {i % len(sites) for i in spec.layers}
-        skipped = skipped + [Skipped(s.name, "not in layers") for i, s in enumerate(sites) if i not in wanted]
-        sites = [s for i, s in enumerate(sites) if i in wanted]
-    return sites, skipped
+        return f"{hooked[0]} has had its forward replaced, as accelerate's hooks do; retrofit the model before that"
+    wrong_place = [site for site in sites if not site.takes(spec)]
+    if wrong_place:
+        kind = type(wrong_place[0].module).__name__
+        return f'{kind} cannot be normed after its rotation; take position="before_rope"'
+    beyond = [i for i in spec.layers or () if not -len(sites) <= i < len(sites)]
+    if beyond:
+        return f"layers={beyond} are not there: it has {len(sites)} attention layers, 0 to {len(sites) - 1}"
+    return None
+
+
+def _chosen(model: nn.Module, spec: QKNorm) -> tuple[list[Site], list[Skipped]]:
+    """The sites that `spec` means. Raises ModelError where there are none or they cannot be normed."""
+    found = survey(model, spec)
+    if found.refusal is not None:
+        raise ModelError(f"{type(model).__name__} cannot take QK-Norm: {found.refusal}")
+    return found.sites, found.skipped
 
 
 def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None = None) -> tuple[HeadNorm, HeadNorm]:
@@ -176,7 +208,7 @@ def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None 
     if spec.scale != "fixed":
         scale_init = scale_init or spec.scale_init or _published_scale(model)
     common: dict[str, Any] = {
-        "layout": site.kind.layout,
+        "layout": site.layout(spec),
         "attention_scale": site.scale,
         "scale_init": scale_init,
         "device": weight.device,
@@ -199,7 +231,8 @@ def _published_scale(model: nn.Module) -> float:
 def _measure(model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> list[Moments]:
     moments = {site.name: Moments.of(site, spec) for site in sites}
     family = _family(model)
-    with evaluating(model), tapped(sites, lambda reading: moments[reading.site.name].read(reading)):
+    tap = tapped(sites, lambda reading: moments[reading.site.name].read(reading))
+    with evaluating(model), own_random_state(0), tap:
         for batch in _batches(images, model):
             family.forward(model, batch) if family else model(batch)
     idle = [name for name, m in moments.items() if not m.count]

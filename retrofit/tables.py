@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from retrofit.registry import Entry
     from retrofit.shock import Shock
 
 WATCH, WARN, FAIL = 1e2, 1e3, 1e4
@@ -50,6 +51,18 @@ def print_probe(document: Mapping[str, Any]) -> None:
     console.print(table)
     for line in reading(document):
         console.print(line, highlight=False, markup=False)
+
+
+def print_models(entries: Sequence[Entry]) -> None:
+    """What `retrofit models` found: a count a library, then every model with its attention layers or the reason."""
+    console = Console(file=sys.stdout, width=100, soft_wrap=True)
+    for library in dict.fromkeys(e.library for e in entries):
+        of = [e for e in entries if e.library == library]
+        console.print(f"{library}: {sum(e.supported for e in of)} of {len(of)} can take QK-Norm", highlight=False)
+        for entry in of:
+            what = f"{entry.sites} attention layers" if entry.supported else "no"
+            told = f"  {entry.name:48} {what}{'; ' if entry.reason else ''}{entry.reason}"
+            console.print(told, highlight=False, markup=False)
 
 
 def reading(document: Mapping[str, Any]) -> list[str]:

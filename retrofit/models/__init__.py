@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from retrofit.errors import ModelError
-from retrofit.models.family import Family, evaluating
-from retrofit.models.hf_models import TransformersFamily
+from retrofit.models.family import Family, evaluating, own_random_state
+from retrofit.models.hf_models import TimmWrapperFamily, TransformersFamily
 from retrofit.models.site import AttentionClass, Site, Skipped, find_sites
 from retrofit.models.timm_models import TimmFamily
 
@@ -20,14 +20,17 @@ __all__ = [
     "evaluating",
     "family_named",
     "family_of",
+    "own_random_state",
     "sites_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (TransformersFamily(), TimmFamily())
+FAMILIES: tuple[Family, ...] = (TimmWrapperFamily(), TransformersFamily(), TimmFamily())
 """In order: the first that owns a model serves it."""
 
-ATTENTION_CLASSES: tuple[AttentionClass, ...] = tuple(c for f in FAMILIES for c in f.attention)
+ATTENTION_CLASSES: tuple[AttentionClass, ...] = (*TransformersFamily.attention, *TimmFamily.attention)
 """Every known attention class, whatever model it stands in."""
+
+_OTHERS = {path: reason for f in FAMILIES for path, reason in f.others.items()}
 
 
 def family_of(model: nn.Module) -> Family:
@@ -48,4 +51,4 @@ def family_named(library: str) -> Family:
 
 def sites_of(model: nn.Module) -> tuple[list[Site], list[Skipped]]:
     """The sites of a model in its own order, and the attention modules that are none."""
-    return find_sites(model, ATTENTION_CLASSES)
+    return find_sites(model, ATTENTION_CLASSES, _OTHERS)

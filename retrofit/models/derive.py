@@ -1,8 +1,8 @@
 """Attention classes with one line put in: the installed forward plus the norm, as a subclass.
 
-The forward is read from the installed library, and the line goes in after the one that makes k. Where that line is not
-found exactly once the class is refused: the library is then not the one that this was written for. The subclasses
-pickle by name: importing one from here makes it again.
+The forward is read from the installed library. Where a line that an edit leans on does not stand there exactly once,
+the class is refused: the library is then not the one that the edit was written for. The subclasses pickle by name:
+importing one from here makes it again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,28 @@ import inspect
 import linecache
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from retrofit.errors import ModelError
 
-if TYPE_CHECKING:
-    from retrofit.models.site import AttentionClass
-
-_PREFIX = "Normed_"
+_PREFIX = "Normed"
 
 
-def derived(kind: AttentionClass) -> type:
-    """The subclass for one attention class. Raises ModelError where the installed source does not fit."""
-    assert kind.after is not None
-    return _derived(kind.path, kind.after, kind.q, kind.k)
+@dataclass(frozen=True)
+class Edit:
+    """Where in a class's forward q and k are normed. Lines are named by how they begin."""
+
+    after: str | None = None
+    """The norm goes right after this line."""
+    before: str | None = None
+    """Or right before this one."""
+    drop: str | None = None
+    """This line is left out: the library's own use of its slots, where the norm moves elsewhere."""
+    q: str = "q"
+    k: str = "k"
+    place: str = ""
+    """Tells two edits of one class apart in the subclass's name."""
 
 
 def original(cls: type) -> type:
@@ -35,28 +43,45 @@ def original(cls: type) -> type:
 
 
 @functools.cache
-def _derived(path: str, after: str, q: str, k: str) -> type:
+def derived(path: str, edit: Edit) -> type:
+    """The subclass of the class at `path` with the edit made. Raises ModelError where the installed source differs."""
     module_name, _, class_name = path.rpartition(".")
     module = importlib.import_module(module_name)
     base: type = getattr(module, class_name)
-    lines = textwrap.dedent(inspect.getsource(base.__dict__["forward"])).splitlines()
-    at = [i for i, line in enumerate(lines) if line.strip().startswith(after)]
-    library = module_name.partition(".")[0]
-    version = getattr(sys.modules[library], "__version__", "unknown")
-    if len(at) != 1 or any("super()" in line for line in lines):
-        raise ModelError(
-            f"{class_name} of {library} {version} is not laid out as expected ({after!r} stands {len(at)} times in its "
-            f"forward), so that QK-Norm cannot be put in safely; install another version of {library}"
-        )
-    indent = lines[at[0]][: len(lines[at[0]]) - len(lines[at[0]].lstrip())]
-    lines.insert(at[0] + 1, f"{indent}{q}, {k} = self.q_norm({q}), self.k_norm({k})")
+    lines = textwrap.dedent(inspect.getsource(_forward(base))).splitlines()
+
+    def find(beginning: str) -> int:
+        at = [i for i, line in enumerate(lines) if line.strip().startswith(beginning)]
+        if len(at) != 1 or any("super()" in line for line in lines):
+            library = module_name.partition(".")[0]
+            version = getattr(sys.modules[library], "__version__", "unknown")
+            raise ModelError(
+                f"{class_name} of {library} {version} is not laid out as expected ({beginning!r} stands {len(at)} "
+                f"times in its forward), so that QK-Norm cannot be put in safely; install another version of {library}"
+            )
+        return at[0]
+
+    if edit.drop is not None:
+        del lines[find(edit.drop)]
+    at = find(edit.after) + 1 if edit.after is not None else find(edit.before or "")
+    neighbour = lines[at - 1 if edit.after is not None else at]
+    indent = neighbour[: len(neighbour) - len(neighbour.lstrip())]
+    lines.insert(at, f"{indent}{edit.q}, {edit.k} = self.q_norm({edit.q}), self.k_norm({edit.k})")
     source = "\n".join(lines) + "\n"
     filename = f"<{path}.forward with QK-Norm>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     namespace: dict[str, Any] = {}
     exec(compile(source, filename, "exec"), module.__dict__, namespace)
-    name = _PREFIX + path.replace(".", "__")
+    name = _name(path, edit)
     return type(name, (base,), {"forward": namespace["forward"], "__module__": __name__, "__qualname__": name})
+
+
+def _forward(base: type) -> Any:
+    return inspect.unwrap(base.__dict__["forward"])
+
+
+def _name(path: str, edit: Edit) -> str:
+    return f"{_PREFIX}{edit.place}_{path.replace('.', '__')}"
 
 
 def __getattr__(name: str) -> type:
@@ -65,6 +90,7 @@ def __getattr__(name: str) -> type:
         from retrofit.models import ATTENTION_CLASSES
 
         for kind in ATTENTION_CLASSES:
-            if kind.after is not None and name == _PREFIX + kind.path.replace(".", "__"):
-                return derived(kind)
+            for edit in (kind.edit, kind.after_rope):
+                if edit is not None and name == _name(kind.path, edit):
+                    return derived(kind.path, edit)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

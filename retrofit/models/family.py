@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,13 @@ class Family(ABC):
 
     library: ClassVar[str]
     attention: ClassVar[Sequence[AttentionClass]]
+    """The attention classes that can take a norm."""
+    others: ClassVar[Mapping[str, str]]
+    """Those that cannot, by path, and why."""
+
+    @abstractmethod
+    def registered(self) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+        """Every model that the installed library knows by name, with how to build it without weights."""
 
     @abstractmethod
     def owns(self, model: nn.Module) -> bool:

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, PreTrainedModel
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from retrofit.errors import ModelError
 from retrofit.models.family import Family, Request, fresh_head, own_random_state
+from retrofit.models.hf_attention import ATTENTION, OTHERS
 from retrofit.models.hub import fetching
 from retrofit.models.preprocess import Preprocess
 from retrofit.models.site import AttentionClass
+from retrofit.models.timm_models import TimmFamily
 
-_vit_like = partial(
-    AttentionClass,
-    heads="num_attention_heads",
-    scale="scaling",
-    after="key_states = self.k_proj(hidden_states)",
-)
-ATTENTION = (
-    _vit_like("transformers.models.vit.modeling_vit.ViTAttention"),
-    _vit_like("transformers.models.deit.modeling_deit.DeiTAttention"),
-    _vit_like("transformers.models.dinov2.modeling_dinov2.Dinov2Attention"),
-    _vit_like("transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention"),
-)
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
 
 
 class TransformersFamily(Family):
     library = "transformers"
-    attention = ATTENTION
+    attention: ClassVar[Sequence[AttentionClass]] = ATTENTION
+    others: ClassVar[Mapping[str, str]] = OTHERS
+
+    def registered(self) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+        for model_type, cls in sorted(_vision_models().items()):
+            yield model_type, partial(_from_defaults, cls, model_type)
 
     def owns(self, model: Any) -> bool:
         return isinstance(model, PreTrainedModel)
@@ -126,12 +122,14 @@ class TransformersFamily(Family):
         return self.forward(model, images).logits if self.head(model) is not None else None
 
     def tokens(self, model: Any, images: Tensor) -> Tensor | None:
-        tokens: Tensor | None = getattr(self.forward(model.base_model, images), "last_hidden_state", None)
+        body = model if self.head(model) is None else model.base_model
+        tokens: Tensor | None = getattr(self.forward(body, images), "last_hidden_state", None)
         return tokens if tokens is not None and tokens.ndim == 3 else None
 
     def prefix_tokens(self, model: Any) -> int:
-        distilled = 1 if model.config.model_type == "deit" else 0
-        return 1 + distilled + int(getattr(model.config, "num_register_tokens", 0))
+        kinds = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+        found = (p for name, p in model.named_parameters() if name.rpartition(".")[2] in kinds)
+        return sum(p.shape[1] if p.ndim == 3 else 1 for p in found)
 
     def token_count(self, model: Any) -> int | None:
         patch = _side(getattr(model.config, "patch_size", None))
@@ -165,6 +163,65 @@ class TransformersFamily(Family):
 
     def unfuse(self, model: Any) -> None:
         model.set_attn_implementation("eager")
+
+
+def _from_defaults(cls: str, model_type: str) -> Any:
+    return getattr(transformers, cls)(AutoConfig.for_model(model_type))
+
+
+def _vision_models() -> dict[str, str]:
+    """One class for each model type that transformers' own registries list for images or call a vision model."""
+    tasks = (
+        "IMAGE_CLASSIFICATION",
+        "IMAGE",
+        "BACKBONE",
+        "VIDEO_CLASSIFICATION",
+        "DEPTH_ESTIMATION",
+        "SEMANTIC_SEGMENTATION",
+        "UNIVERSAL_SEGMENTATION",
+        "OBJECT_DETECTION",
+        "MASK_GENERATION",
+    )
+    found: dict[str, str] = {}
+    for task in tasks:
+        for model_type, cls in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).items():
+            found.setdefault(model_type, cls if isinstance(cls, str) else cls[0])
+    for model_type, cls in modeling_auto.MODEL_MAPPING_NAMES.items():
+        if model_type.endswith(("_vision", "_vision_model")):
+            found.setdefault(model_type, cls if isinstance(cls, str) else cls[0])
+    return found
+
+
+class TimmWrapperFamily(TransformersFamily):
+    """timm's models inside transformers' wrapper: what is timm's is asked of timm."""
+
+    library = "timm_wrapper"
+    _timm = TimmFamily()
+
+    def registered(self) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+        yield from ()
+
+    def owns(self, model: nn.Module) -> bool:
+        return super().owns(model) and hasattr(model, "timm_model")
+
+    def new_head(self, model: Any, num_classes: int, seed: int) -> None:
+        self._timm.new_head(model.timm_model, num_classes, seed)
+        model.num_labels = model.config.num_labels = num_classes
+
+    def tokens(self, model: Any, images: Tensor) -> Tensor | None:
+        return self._timm.tokens(model.timm_model, images)
+
+    def prefix_tokens(self, model: Any) -> int:
+        return self._timm.prefix_tokens(model.timm_model)
+
+    def token_count(self, model: Any) -> int | None:
+        return self._timm.token_count(model.timm_model)
+
+    def head(self, model: Any) -> nn.Module | None:
+        return self._timm.head(model.timm_model)
+
+    def unfuse(self, model: Any) -> None:
+        self._timm.unfuse(model.timm_model)
 
 
 @contextmanager

@@ -1,19 +1,20 @@
 """A site: one attention module of a model, with how to reach its q and k.
 
 Which attention classes are known is data: an `AttentionClass` a line, in the file of its library. Two mechanisms
-serve them all: classes of timm with the slots `q_norm` and `k_norm` take the norms there; any other class is swapped
-for a subclass whose forward is the installed one with one line put in (derive.py).
+serve them all: a class with slots `q_norm` and `k_norm` takes the norms there; any other class, and a norm after RoPE,
+is served by a subclass whose forward is the installed one with one line put in (derive.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from retrofit.models.derive import derived, original
+from retrofit.models.derive import Edit, derived, original
 from retrofit.norms import HeadNorm, Layout
+from retrofit.qknorm import QKNorm
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,21 @@ class AttentionClass:
     """Attribute that holds the number of query heads."""
     kv_heads: str | None = None
     """Attribute that holds the number of key heads, where queries are grouped."""
-    scale: str = "scale"
-    """Attribute that holds the factor on q.k."""
+    split: int = 1
+    """Into how many heads of its own each of those is split, as differential attention does."""
+    head_dim: str = "head_dim"
+    """Attribute that holds the number of channels of a head."""
+    scale: str | None = "scale"
+    """Attribute that holds the factor on q.k. None: 1/sqrt(head_dim)."""
     layout: Layout = "BHND"
     rope: str | None = None
-    """Attribute or keyword by which the class gets its rotation, which then follows the norm. None: no rotation."""
-    after: str | None = None
-    """Beginning of the line of forward that makes k, for classes without slots; the norm goes right after it."""
-    q: str = "query_states"
-    k: str = "key_states"
+    """Attribute, of the module or of what it stands in, that holds the rotation. None: the class never rotates."""
+    edit: Edit | None = None
+    """Where the norm goes in a class without slots, before any rotation. None: the class has slots."""
+    after_rope: Edit | None = None
+    """Where it goes after the rotation. None: that cannot be had."""
+    pool: bool = False
+    """An attention pool: left alone unless the formula says pools=True."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +56,17 @@ class Site:
     kv_heads: int
     head_dim: int
     scale: float
-
-    @property
-    def rotated(self) -> bool:
-        """Whether a rotation (RoPE) follows the norm."""
-        return self.kind.rope is not None
+    rotated: bool
+    """Whether a rotation (RoPE) comes between the projections and q.k."""
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the projection that makes q; new parameters take its dtype and device."""
-        return _projection(self.module)[0]
+        """The first weight of a projection; new parameters take its dtype and device."""
+        layers = (m for m in self.module.children() if isinstance(m, nn.Linear | nn.Conv2d))
+        layer = next(layers, None)
+        weight = layer.weight if layer is not None else next(self.module.parameters())
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def norms(self) -> tuple[HeadNorm, HeadNorm] | None:
@@ -72,20 +80,32 @@ class Site:
         slot = getattr(self.module, "q_norm", None)
         return slot is not None and not isinstance(slot, nn.Identity | HeadNorm)
 
+    def layout(self, spec: QKNorm) -> Layout:
+        """Of q and k where `spec` norms them. Every class hands [B, H, N, D] on after its rotation."""
+        moved = self.rotated and spec.position == "after_rope"
+        return "BHND" if moved and self.kind.layout == "BNHD" else self.kind.layout
+
+    def takes(self, spec: QKNorm) -> bool:
+        """Whether the norm can be put where `spec` wants it."""
+        return not (self.rotated and spec.position == "after_rope") or self.kind.after_rope is not None
+
     def place(self, q_norm: HeadNorm, k_norm: HeadNorm) -> None:
         """Puts the norms in; the base model's parameters keep their names."""
-        if self.kind.after is not None:
-            self.module.__class__ = derived(self.kind)
+        edit = self._edit(q_norm.spec)
+        if edit is not None:
+            self.module.__class__ = derived(self.kind.path, edit)
         self.module.q_norm, self.module.k_norm = q_norm, k_norm
 
     def restore(self) -> None:
         """Takes the norms out: the module is what it was before `place`."""
-        if self.kind.after is None:
-            training = self.module.training
-            self.module.q_norm, self.module.k_norm = nn.Identity().train(training), nn.Identity().train(training)
+        if self.kind.edit is None:
+            self.module.q_norm, self.module.k_norm = nn.Identity(), nn.Identity()
         else:
             del self.module.q_norm, self.module.k_norm
-            self.module.__class__ = original(type(self.module))
+        self.module.__class__ = original(type(self.module))
+
+    def _edit(self, spec: QKNorm) -> Edit | None:
+        return self.kind.after_rope if self.rotated and spec.position == "after_rope" else self.kind.edit
 
 
 @dataclass(frozen=True)
@@ -96,38 +116,51 @@ class Skipped:
     reason: str
 
 
-def find_sites(model: nn.Module, known: Sequence[AttentionClass]) -> tuple[list[Site], list[Skipped]]:
-    """Every site of a model in the model's own order, and the attention modules that are none."""
+def find_sites(
+    model: nn.Module, known: Sequence[AttentionClass], others: Mapping[str, str]
+) -> tuple[list[Site], list[Skipped]]:
+    """Every site of a model in the model's own order, and the attention modules that are none.
+
+    Args:
+        known: the classes that can take a norm.
+        others: attention classes that cannot, by path, each with the reason.
+    """
     by_path = {kind.path: kind for kind in known}
+    modules = dict(model.named_modules())
     sites: list[Site] = []
     skipped: list[Skipped] = []
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         cls = original(type(module))
-        kind = by_path.get(f"{cls.__module__}.{cls.__qualname__}")
-        if kind is not None:
-            sites.append(_site(name, module, kind))
-        elif "attention" in cls.__name__.lower() and _owns_projection(module):
-            skipped.append(Skipped(name, f"{cls.__name__} is not supported yet"))
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        if path in by_path:
+            sites.append(_site(name, module, by_path[path], modules))
+        elif path in others:
+            skipped.append(Skipped(name, f"{cls.__name__}: {others[path]}"))
+        elif cls.__name__.lower().endswith("attention") and _owns_projection(module):
+            own = not isinstance(getattr(module, "q_norm", nn.Identity()), nn.Identity)
+            reason = "it has QK-Norm of its own" if own else "not known here"
+            skipped.append(Skipped(name, f"{cls.__name__}: {reason}"))
     return sites, skipped
 
 
-def _site(name: str, module: nn.Module, kind: AttentionClass) -> Site:
-    heads = int(getattr(module, kind.heads))
+def _site(name: str, module: nn.Module, kind: AttentionClass, modules: Mapping[str, nn.Module]) -> Site:
+    heads = int(getattr(module, kind.heads)) * kind.split
     kv_heads = int(getattr(module, kind.kv_heads)) if kind.kv_heads else heads
-    weight, parts = _projection(module)
-    head_dim = weight.shape[0] // parts // heads
-    return Site(name, module, kind, heads, kv_heads, head_dim, float(getattr(module, kind.scale)))
+    head_dim = int(getattr(module, kind.head_dim))
+    scale = head_dim**-0.5 if kind.scale is None else float(getattr(module, kind.scale))
+    return Site(name, module, kind, heads, kv_heads, head_dim, scale, _rotated(name, kind, modules))
 
 
-def _projection(module: nn.Module) -> tuple[Tensor, int]:
-    """The weight that makes q, and how many of q, k and v it makes together."""
-    for attribute, parts in (("q_proj", 1), ("query", 1), ("qkv", 3)):
-        layer = getattr(module, attribute, None)
-        if isinstance(layer, nn.Module):
-            weight = layer.weight
-            assert isinstance(weight, Tensor)
-            return weight, parts
-    raise AssertionError(f"{type(module).__name__} has no q_proj, query or qkv")
+def _rotated(name: str, kind: AttentionClass, modules: Mapping[str, nn.Module]) -> bool:
+    """Looked up on the module and outwards; where nobody holds it, a rotation is taken for granted."""
+    if kind.rope is None:
+        return False
+    parts = name.split(".") if name else []
+    for depth in range(len(parts), -1, -1):
+        holder = modules[".".join(parts[:depth])]
+        if hasattr(holder, kind.rope):
+            return getattr(holder, kind.rope) is not None
+    return True
 
 
 def _owns_projection(module: nn.Module) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,7 @@ from retrofit.errors import ModelError, nearest
 from retrofit.models.family import Family, Request, fresh_head, own_random_state
 from retrofit.models.hub import fetching
 from retrofit.models.preprocess import Preprocess
-from retrofit.models.site import AttentionClass
-
-ATTENTION = (
-    AttentionClass("timm.layers.attention.Attention"),
-    AttentionClass("timm.models.vision_transformer_relpos.RelPosAttention"),
-    AttentionClass("timm.layers.attention.AttentionRope", kv_heads="num_kv_heads", rope="rope"),
-    AttentionClass("timm.models.eva.EvaAttention", rope="rope"),
-)
-
+from retrofit.models.timm_attention import ATTENTION, OTHERS
 
 _ORIGIN = ("file", "source", "url", "state_dict")
 """Where the weights came from on this machine; of no use to another one."""
@@ -33,6 +26,11 @@ _ORIGIN = ("file", "source", "url", "state_dict")
 class TimmFamily(Family):
     library = "timm"
     attention = ATTENTION
+    others = OTHERS
+
+    def registered(self) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+        for name in timm.list_models():
+            yield name, partial(timm.create_model, name)
 
     def owns(self, model: Any) -> bool:
         return hasattr(model, "pretrained_cfg") and hasattr(model, "forward_features")
@@ -96,8 +94,8 @@ class TimmFamily(Family):
         return model(images) if self.head(model) is not None else None
 
     def tokens(self, model: Any, images: Tensor) -> Tensor | None:
-        features: Tensor = model.forward_features(images)
-        return features if features.ndim == 3 else None
+        features = model.forward_features(images)
+        return features if isinstance(features, Tensor) and features.ndim == 3 else None
 
     def prefix_tokens(self, model: Any) -> int:
         return int(getattr(model, "num_prefix_tokens", 0))

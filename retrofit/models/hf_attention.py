@@ -1,0 +1,89 @@
+"""transformers' attention classes, a line each. Lines of source that an edit leans on are transformers 5.24's.
+
+Each helper below names, for a group of classes that are written alike, the line after which q and k are there and what
+the source calls them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from retrofit.models.derive import Edit
+from retrofit.models.site import AttentionClass
+
+
+def _kind(path: str, *, made: str, names: str, **facts: Any) -> AttentionClass:
+    q, k = names.split(", ")
+    return AttentionClass(f"transformers.models.{path}", edit=Edit(after=made, q=q, k=k), **facts)
+
+
+_STATES = "query_states, key_states"
+_vit = partial(
+    _kind,
+    made="key_states = self.k_proj(hidden_states).view(",
+    names=_STATES,
+    heads="num_attention_heads",
+    scale="scaling",
+)
+_clip = partial(_kind, made="keys = keys.view(", names="queries, keys")
+_siglip = partial(_kind, made="keys = self.k_proj(hidden_states).view(", names="queries, keys")
+_yolos = partial(
+    _kind,
+    made="query_layer = self.query(hidden_states).view(",
+    names="query_layer, key_layer",
+    heads="num_attention_heads",
+    head_dim="attention_head_size",
+    scale="scaling",
+)
+_data2vec = partial(
+    _kind,
+    made="key_layer = self.key(hidden_states).view(",
+    names="query_layer, key_layer",
+    heads="num_attention_heads",
+    head_dim="attention_head_size",
+    scale=None,
+)
+_rotary = partial(
+    _kind,
+    made="key_states = key_states.view(",
+    names=_STATES,
+    scale="scaling",
+    after_rope=Edit(f"{_STATES} = apply_rotary_pos_emb(", q="query_states", k="key_states", place="AfterRope"),
+)
+
+ATTENTION = (
+    _vit("vit.modeling_vit.ViTAttention"),
+    _vit("deit.modeling_deit.DeiTAttention"),
+    _vit("dinov2.modeling_dinov2.Dinov2Attention"),
+    _vit("dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention"),
+    _vit("beit.modeling_beit.BeitAttention"),
+    _vit("vit_mae.modeling_vit_mae.ViTMAEAttention"),
+    _vit("vit_msn.modeling_vit_msn.ViTMSNAttention"),
+    _vit("ijepa.modeling_ijepa.IJepaAttention"),
+    _vit("pixio.modeling_pixio.PixioAttention"),
+    _vit("vivit.modeling_vivit.VivitAttention"),
+    _clip("clip.modeling_clip.CLIPAttention"),
+    _clip("metaclip_2.modeling_metaclip_2.MetaClip2Attention"),
+    _siglip("siglip.modeling_siglip.SiglipAttention"),
+    _siglip("siglip2.modeling_siglip2.Siglip2Attention"),
+    _siglip("aimv2.modeling_aimv2.Aimv2Attention"),
+    _siglip("eomt.modeling_eomt.EomtAttention"),
+    _yolos("yolos.modeling_yolos.YolosSelfAttention"),
+    _yolos("dpt.modeling_dpt.DPTSelfAttention"),
+    _yolos(
+        "videomae.modeling_videomae.VideoMAESelfAttention",
+        made="queries = self.query(hidden_states).view(",
+        names="queries, keys",
+    ),
+    _data2vec("data2vec.modeling_data2vec_vision.Data2VecVisionSelfAttention"),
+    _data2vec("data2vec.modeling_data2vec_vision.Data2VecVisionSdpaSelfAttention"),
+    _rotary("dinov3_vit.modeling_dinov3_vit.DINOv3ViTAttention", rope="rope_embeddings"),
+    _rotary("pixtral.modeling_pixtral.PixtralAttention", rope="patch_positional_embedding"),
+)
+
+OTHERS = {
+    "transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention": "cosine attention already, which bounds it",
+    "torch.nn.modules.activation.MultiheadAttention": "attention in torch's packed form, as pooling heads have it",
+}
+"""Attention that takes no norm, by class, and why."""
