@@ -1,0 +1,80 @@
+"""Every model of the installed libraries is supported, or refused for a reason that is true."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import timm
+import torch
+
+from retrofit.models import TimmFamily, TransformersFamily
+from retrofit.registry import Entry, registered
+from retrofit.surgery import survey
+
+REASONS = (
+    "it has no attention with q and k",
+    "QK-Norm of its own",
+    "cosine attention already",
+    "channel attention",
+    "linear attention",
+    "outlook attention",
+    "not supported yet",
+    "not known here",
+    "packed form",
+    "it does not build with its defaults",
+)
+
+
+def check(entry: Entry) -> None:
+    if entry.supported:
+        assert entry.sites > 0
+        assert not entry.reason or entry.reason.startswith("left out: ")
+    else:
+        assert entry.sites == 0
+        assert any(reason in entry.reason for reason in REASONS), entry
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("resnet18", "no attention with q and k"),
+        ("swinv2_tiny_window8_256", "cosine"),
+        ("xcit_nano_12_p16_224", "channel attention"),
+        ("efficientvit_b0", "linear attention"),
+        ("swin_tiny_patch4_window7_224", "WindowAttention: not supported yet"),
+        ("vit_base_patch16_sapiens2", "QK-Norm of its own in 12 of 12"),
+    ],
+)
+def test_refused_for_the_right_reason(name: str, reason: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert reason in (survey(model).refusal or "")
+
+
+def test_transformers_sweep() -> None:
+    entries = list(registered(["transformers"]))
+    assert {e.name for e in entries} == {name for name, _ in TransformersFamily().registered()}
+    for entry in entries:
+        check(entry)
+    supported = {e.name for e in entries if e.supported}
+    wanted = "vit deit dinov2 dinov2_with_registers dinov3_vit clip siglip siglip2 beit data2vec-vision vit_mae vit_msn"
+    assert set(f"{wanted} ijepa aimv2_vision_model videomae eomt yolos dpt".split()) <= supported
+    assert len(supported) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_timm_sweep() -> None:
+    entries = list(registered(["timm"]))
+    assert [e.name for e in entries] == [name for name, _ in TimmFamily().registered()]
+    for entry in entries:
+        check(entry)
+        assert "does not build" not in entry.reason, entry
+    if timm.__version__ == "1.0.31":
+        whole = [e for e in entries if e.supported and not re.search("not supported yet|single channel", e.reason)]
+        native = [e for e in entries if "QK-Norm of its own" in e.reason]
+        assert len(whole) + len(native) == 330
+        assert len(native) == 12
+        assert Counter(e.supported for e in entries)[True] == 331
