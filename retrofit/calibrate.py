@@ -22,8 +22,9 @@ from torch import Tensor
 
 from retrofit.models import Site
 from retrofit.norms import HeadNorm, logit_bound
-from retrofit.probes import AttentionStats, Reading
+from retrofit.probes import AttentionStats
 from retrofit.qknorm import QKNorm
+from retrofit.tap import Reading
 
 SHIFT_RIDGE = 0.1
 """lambda above."""

@@ -15,9 +15,9 @@ from retrofit.calibrate import LayerCalibration, Moments, describe, match, shift
 from retrofit.errors import ModelError, RetrofitError
 from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, own_random_state, sites_of
 from retrofit.norms import HeadNorm
-from retrofit.probes import tapped
 from retrofit.qknorm import QKNorm
 from retrofit.shock import Shock, outputs, shock
+from retrofit.tap import tapped
 
 Init = Literal["ones", "match"]
 Images = Tensor | Iterable[Tensor]
