@@ -95,9 +95,7 @@ def _apply(args: argparse.Namespace) -> int:
 
     check_free(args.output, MANIFEST, args.force)
     base, data = recipe.model, recipe.data
-    model = load_model(
-        base.source, image_size=data.image_size, model_args=base.model_args, pretrained=base.pretrained
-    )
+    model = load_model(base.source, image_size=data.image_size, model_args=base.model_args, pretrained=base.pretrained)
     preprocess = family_of(model).preprocess(model)
     images = open_images(data.source, data.calibration_images)
     # Every fourth image is kept out of calibration, to measure insertion shock on.
