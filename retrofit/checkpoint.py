@@ -107,7 +107,6 @@ def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> Ab
     """A scratch folder that becomes `folder` when the block ends well. What an earlier save wrote there is replaced."""
     earlier = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
     ours = {str(name) for name in earlier.get("files", {})} if isinstance(earlier, dict) else set()
-    ours = {name for name in ours if Path(name).name == name}  # a manifest from elsewhere reaches no other folder
     return publishing(folder, MANIFEST, owned={*ours, *owned}, force=force)
 
 
@@ -152,7 +151,11 @@ def load(folder: str | Path) -> nn.Module:
         placed = [site.name for site in sites_of(model)[0] if site.norms is not None]
         if placed != manifest["sites"]:
             raise CheckpointError(f"{folder}: the norms belong at other places than this version puts them")
-        model.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS), strict=True, assign=True)
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+        model.load_state_dict(tensors, strict=True, assign=True)
+        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+        if len(dtypes) == 1:  # also of what a state dict leaves out, such as RoPE's frequencies
+            model.to(*dtypes)
         family.set_labels(model, manifest["labels"])
         family.set_preprocess(model, Preprocess(**manifest["preprocess"]))
     except CheckpointError:
@@ -177,7 +180,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from None
     needed = {"format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
     whole = isinstance(manifest, dict) and needed <= manifest.keys()
-    if not (whole and isinstance(manifest["files"], dict) and isinstance(manifest["labels"], list)):
+    listed = whole and isinstance(manifest["files"], dict) and isinstance(manifest["labels"], list)
+    if not (listed and all(isinstance(label, str) for label in manifest["labels"])):
         raise CheckpointError(f"{folder / MANIFEST} is not what retrofit writes")
     if WEIGHTS not in manifest["files"]:
         raise CheckpointError(f"{folder / MANIFEST} does not name {WEIGHTS}")

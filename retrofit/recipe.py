@@ -247,7 +247,7 @@ def parse_qk_norm(base: str | QKNorm, settings: Sequence[str]) -> QKNorm:
 
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every field resolved; `load_recipe` gives the same recipe back."""
-    return yaml.safe_dump(plain(recipe), sort_keys=False, default_flow_style=None, allow_unicode=True, width=110)
+    return yaml.safe_dump(plain(recipe), sort_keys=False, default_flow_style=None, width=110)
 
 
 def _read(source: str | Path) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ def tiny_timm(name: str = "vit_tiny_patch16_224", **changes):
     import timm
     import torch
 
-    args = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=5)
+    args = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return timm.create_model(name, **{**args, **changes}).eval()
@@ -49,8 +49,8 @@ def tiny_hf(kind: str = "ViT", labels: int | None = 5, **changes):
     import torch
     import transformers
 
-    args = dict(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
-    args |= dict(mlp_ratio=2) if kind.startswith("Dinov2") else dict(intermediate_size=64)
+    args = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    args |= {"mlp_ratio": 2} if kind.startswith("Dinov2") else {"intermediate_size": 64}
     if labels is not None:
         args["num_labels"] = labels
     config = getattr(transformers, f"{kind}Config")(**{**args, **changes})

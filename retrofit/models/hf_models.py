@@ -60,6 +60,8 @@ class TransformersFamily(Family):
         try:
             with fetching(request.source), own_random_state(request.seed):
                 model: Any = self._make(auto, config, request)
+        except ModelError:
+            raise
         except (ValueError, RuntimeError) as error:
             raise ModelError(f"{request.source} cannot be loaded by transformers: {_one_line(error)}") from error
         self.set_preprocess(model, _preprocess_of(request, config))

@@ -50,8 +50,10 @@ class TimmFamily(Family):
             raise ModelError(f"{request.source} cannot be built by timm: {_reason(error)}") from error
         if not hasattr(model, "_model_args"):  # timm before 1.0.21 does not keep what it was called with
             model._model_args = {**config.get("model_args", {}), **args}
-        if request.image_size is not None:
-            self.set_preprocess(model, replace(self.preprocess(model), image_size=request.image_size))
+        side = request.image_size or args.get("img_size")  # timm's own configuration does not learn of img_size
+        if side:
+            side = side if isinstance(side, int) else side[-1]
+            self.set_preprocess(model, replace(self.preprocess(model), image_size=side))
         return model.eval()
 
     def new_head(self, model: Any, num_classes: int, seed: int) -> None:

@@ -1,0 +1,309 @@
+"""retrofit.export: which run is meant, what is written, and that `verify` says no to everything that was changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from made_run import folder_of, make_run
+from tiny_study import content, write_images
+
+import retrofit
+from retrofit.checkpoint import file_hash
+from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.export import Proof, export_model, export_run, folder, verify
+from retrofit.pair import run_pair
+from retrofit.recipe import parse
+from retrofit.runfiles import read_json
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained study, with QK-Norm whose eps can be felt. Not to be changed."""
+    root = tmp_path_factory.mktemp("export")
+    document = content(write_images(root / "data"), steps=3, lr=3e-3)
+    document["arms"]["retrofit"]["qk_norm"] = {"preset": "qwen3", "gain": "per_head", "eps": 1e-2}
+    run_pair(parse(document), root / "run")
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    """What `retrofit export` makes of it, proved by a fresh process. Not to be changed."""
+    findings = export_run(run, run.parent / "exported")
+    assert any("outputs on 4 images differ by" in line for line in findings)
+    return run.parent / "exported"
+
+
+@pytest.fixture
+def copied(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "copy"))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proves in this process, which takes no seconds."""
+    monkeypatch.setattr(folder, "prove_in_fresh_process", verify)
+
+
+# What is written
+
+
+def test_an_export_is_the_model_with_labels_preprocessing_and_proof(run: Path, exported: Path) -> None:
+    assert sorted(p.name for p in exported.iterdir()) == [
+        "README.md",
+        "fixture.safetensors",
+        "model.safetensors",
+        "retrofit.json",
+    ]
+    ours, trained = retrofit.load(exported), retrofit.load(run / "retrofit" / "lr0.003-s0" / "final")
+    assert not ours.training
+    for name, value in trained.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(ours(images), trained(images))
+        fixture = safetensors.torch.load_file(exported / "fixture.safetensors")
+        torch.testing.assert_close(trained(fixture["images"]), fixture["outputs"])
+    manifest = read_json(exported / "retrofit.json")
+    assert manifest["labels"] == ["class 0", "class 1", "class 2", "class 3"]
+    assert manifest["preprocess"]["image_size"] == 16
+    assert manifest["qk_norm"]["eps"] == 1e-2
+    assert manifest["sites"] == ["blocks.0.attn", "blocks.1.attn"]
+    result = read_json(run / "retrofit" / "lr0.003-s0" / "result.json")
+    about = manifest["about"]
+    assert (about["arm"], about["lr"], about["seed"], about["test"]) == ("retrofit", 0.003, 0, result["test"])
+    assert (about["base"], about["init"]) == ("timm/test_vit", "match")
+    assert about["shock"] == read_json(run / "retrofit" / "insertion.json")["shock"]
+
+
+def test_the_card_says_what_is_known(run: Path, exported: Path) -> None:
+    card = (exported / "README.md").read_text()
+    result = read_json(run / "retrofit" / "lr0.003-s0" / "result.json")
+    assert card.startswith("# timm/test_vit with QK-Norm\n")
+    assert "arm retrofit, learning rate 0.003, seed 0, fp32, 3 steps" in card
+    assert f"- test: accuracy {100 * result['test']['accuracy']:.2f} %" in card
+    assert "one run, so that no spread is known from it" in card
+    assert "eps 0.01" in card
+    assert "16 x 16" in card
+    assert "not fine-tuned" not in card
+
+
+@pytest.mark.usefixtures("here")
+def test_the_baseline_is_exported_as_what_it_is(run: Path, tmp_path: Path) -> None:
+    findings = export_run(run, tmp_path / "out", arm="baseline")
+    assert "no QK-Norm, as written" in findings
+    assert read_json(tmp_path / "out" / "retrofit.json")["qk_norm"] is None
+    assert (tmp_path / "out" / "README.md").read_text().startswith("# timm/test_vit, fine-tuned\n")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_folder_that_retrofit_wrote_can_be_exported_again(exported: Path, tmp_path: Path) -> None:
+    export_run(exported, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    one, other = (read_json(p / "retrofit.json") for p in (tmp_path / "out", exported))
+    assert one["about"] == other["about"]
+    export_run(exported, tmp_path / "out")  # over what it wrote itself
+
+
+@pytest.mark.usefixtures("here")
+def test_files_of_somebody_else_are_not_overwritten(exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_text("mine")
+    with pytest.raises(RetrofitError, match=r"did not write.*--force"):
+        export_run(exported, out)
+    assert [p.name for p in out.iterdir()] == ["README.md"]
+    assert (out / "README.md").read_text() == "mine"
+    export_run(exported, out, force=True)
+    assert verify(out).ok
+
+
+def test_a_folder_in_the_way_is_refused_before_the_model_is_loaded(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    monkeypatch.setattr(folder, "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(RetrofitError, match="did not write"):
+        export_run(exported, tmp_path)
+
+
+def test_an_export_that_does_not_hold_is_an_error(exported: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(folder, "prove_in_fresh_process", lambda _: Proof(False, ["outputs differ"]))
+    with pytest.raises(CheckpointError, match="is not sound: outputs differ"):
+        export_model(retrofit.load(exported), tmp_path / "out", about={})
+
+
+# verify
+
+
+def test_what_was_written_verifies(exported: Path) -> None:
+    proof = verify(exported)
+    assert proof.ok
+    assert proof.findings[0] == "3 files are those that were written"
+    assert proof.findings[1].startswith("2 attention layers with QK-Norm (RMSNorm")
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes retrofit.json, which no hash guards."""
+
+    def apply(place: Path) -> None:
+        manifest = json.loads((place / "retrofit.json").read_text())
+        change(manifest)
+        (place / "retrofit.json").write_text(json.dumps(manifest))
+
+    return apply
+
+
+def flip(name: str) -> Callable[[Path], None]:
+    def apply(place: Path) -> None:
+        content = bytearray((place / name).read_bytes())
+        content[-1] ^= 1
+        (place / name).write_bytes(content)
+
+    return apply
+
+
+def rewrite(name: str, key: str, hashed: bool = True) -> Callable[[Path], None]:
+    """Changes a tensor, and the hash with it."""
+
+    def apply(place: Path) -> None:
+        tensors = safetensors.torch.load_file(place / name)
+        tensors[key] = tensors[key] * 1.01 + 0.01
+        safetensors.torch.save_file(tensors, place / name, metadata={"format": "pt"})
+        edit(lambda m: m["files"].update({name: file_hash(place / name)}))(place)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (flip("model.safetensors"), "model.safetensors is not the file that was written"),
+        (flip("fixture.safetensors"), "fixture.safetensors is not the file that was written"),
+        (flip("README.md"), "README.md is not the file that was written"),
+        (lambda place: (place / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (rewrite("model.safetensors", "head.bias"), "differ by"),
+        (rewrite("model.safetensors", "blocks.0.attn.q_norm.weight"), "differ by"),
+        (rewrite("fixture.safetensors", "outputs"), "differ by"),
+        (edit(lambda m: m["qk_norm"].update(eps=1e-6)), "differ by"),
+        (edit(lambda m: m["qk_norm"].update(norm="layernorm")), "differ by"),
+        (edit(lambda m: m["qk_norm"].update(eps=-1)), "eps=-1"),
+        (edit(lambda m: m["qk_norm"].update(gain="shared")), "does not fit together"),
+        (edit(lambda m: m["qk_norm"].update(layers=[0])), "other places"),
+        (edit(lambda m: m.update(qk_norm=None)), "other places"),
+        (edit(lambda m: m.update(qk_norm="qwen3")), "does not fit together"),
+        (edit(lambda m: m.update(sites=["blocks.0.attn"])), "other places"),
+        (edit(lambda m: m.update(model=3)), "does not fit together"),
+        (edit(lambda m: m["model"].update(num_classes=9)), "does not fit together"),
+        (edit(lambda m: m.update(library="keras")), "no library known here"),
+        (edit(lambda m: m["files"].pop("fixture.safetensors")), "no fixture.safetensors to prove"),
+    ],
+)
+def test_what_was_changed_does_not_verify(copied: Path, tamper: Callable[[Path], None], words: str) -> None:
+    tamper(copied)
+    proof = verify(copied)
+    assert not proof.ok
+    assert words in "\n".join(proof.findings)
+
+
+def test_several_wrong_files_are_all_named(copied: Path) -> None:
+    flip("model.safetensors")(copied)
+    (copied / "README.md").unlink()
+    assert len(verify(copied).findings) == 2
+
+
+@pytest.mark.parametrize("kind", ["absent", "empty", "torn", "old", "bare"])
+def test_what_retrofit_did_not_write_is_a_users_mistake(exported: Path, tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "place"
+    if kind != "absent":
+        place.mkdir()
+    if kind == "torn":
+        (place / "retrofit.json").write_text('{"format": 1')
+    if kind == "old":
+        (place / "retrofit.json").write_text('{"format": 1}')
+    if kind == "bare":
+        shutil.copytree(exported, place, dirs_exist_ok=True)
+        edit(lambda m: m.update(files={}))(place)
+    with pytest.raises(RetrofitError, match="place"):
+        verify(place)
+
+
+# Which run is meant
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The folder of a made run that `export_run` takes."""
+    taken: list[Path] = []
+    monkeypatch.setattr(folder, "load", lambda path: taken.append(path))
+    monkeypatch.setattr(folder, "export_model", lambda model, place, **given: [json.dumps(given["about"])])
+
+    def choose(run_dir: Path, **given: Any) -> str:
+        taken.clear()
+        (about,) = export_run(run_dir, run_dir.parent / "out", **given)
+        result = read_json(taken[0].parent / "result.json")
+        for key in ("arm", "lr", "seed", "test", "validation"):
+            assert json.loads(about)[key] == result[key]
+        assert taken[0].name == "final"
+        return taken[0].parent.relative_to(run_dir).as_posix()
+
+    return choose
+
+
+BEST = {("retrofit", 0.001): 0.70, ("retrofit", 0.003): 0.95, ("retrofit", 0.01): 0.5}
+
+
+def test_by_default_the_first_retrofitted_arm_at_its_best_rate(tmp_path: Path, chosen: Callable[..., str]) -> None:
+    run = make_run(tmp_path / "run", accuracy=BEST, images=50, steps=10)
+    assert chosen(run) == "retrofit/lr0.003-s0"
+    losses = {
+        lr: [read_json(run / folder_of("retrofit", lr, s) / "result.json")["validation"]["loss"] for s in range(3)]
+        for lr in (0.001, 0.003, 0.01)
+    }
+    assert min(losses, key=lambda lr: sum(losses[lr])) == 0.003
+    assert chosen(run, seed=2) == "retrofit/lr0.003-s2"
+    assert chosen(run, lr=0.01) == "retrofit/lr0.01-s0"
+    assert chosen(run, arm="baseline", lr=0.001, seed=1) == "baseline/lr0.001-s1"
+
+
+def test_a_rate_at_which_a_seed_was_lost_is_not_the_best_one(tmp_path: Path, chosen: Callable[..., str]) -> None:
+    lost = {("retrofit", 0.003, 0), ("retrofit", 0.003, 1)}
+    run = make_run(tmp_path / "run", accuracy=BEST, images=50, steps=10, diverged=lost)
+    assert chosen(run) == "retrofit/lr0.001-s0"
+    assert chosen(run, lr=0.003) == "retrofit/lr0.003-s2"
+
+
+def test_one_arm_is_the_one_that_is_meant(tmp_path: Path, chosen: Callable[..., str]) -> None:
+    run = make_run(tmp_path / "run", arms=["baseline"], lrs=[0.001], seeds=[4], images=50, steps=10)
+    assert chosen(run) == "baseline/lr0.001-s4"
+
+
+def test_what_is_not_there_lists_what_is(tmp_path: Path, chosen: Callable[..., str]) -> None:
+    missing = {("baseline", lr, s) for lr in (0.001, 0.003) for s in (0, 1)}
+    run = make_run(
+        tmp_path / "run",
+        lrs=[0.001, 0.003],
+        seeds=[0, 1],
+        images=50,
+        steps=10,
+        missing=missing,
+        diverged={("retrofit", 0.003, 1)},
+    )
+    for given, words in (
+        ({"arm": "retofit"}, r"there is no arm retofit; did you mean retrofit\? \(arms: baseline, retrofit\)"),
+        ({"seed": 7}, r"no finished run with .* seed 7; there are: lr 0.001 seed 0, lr 0.003 seed 0, lr 0.001 seed 1$"),
+        ({"lr": 0.1}, r"no finished run with lr 0.1 .*; there are: lr 0.001 seed 0"),
+        ({"lr": 0.003, "seed": 1}, r"no finished run with lr 0.003 and seed 1; there are"),
+        ({"arm": "baseline"}, r"no run of arm baseline in .* has finished; `retrofit pair` resumes it"),
+    ):
+        with pytest.raises(RetrofitError, match=words):
+            chosen(run, **given)
+    with pytest.raises(RetrofitError, match=r"neither a run folder \(run.json\) nor a checkpoint"):
+        chosen(tmp_path / "nowhere")

@@ -1,0 +1,374 @@
+"""retrofit.pair: what is run, what is left alone, what is refused, and that the arms of a pair match."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_study import QK_NORM, SIZES, TIMM_ARGS, content, recipe, write_hf, write_images, write_timm
+
+import retrofit
+from retrofit import pair
+from retrofit.checkpoint import load_model
+from retrofit.data import Images, eval_batches, open_splits
+from retrofit.errors import ModelError, PairMismatch, RecipeError, RetrofitError
+from retrofit.models import family_of
+from retrofit.pair import check_matched, describe_plan, run_pair
+from retrofit.qknorm import QKNorm
+from retrofit.recipe import dump, load_recipe, parse
+from retrofit.runfiles import read_json, read_jsonl
+from retrofit.surgery import insert_qk_norm
+
+DETERMINISTIC = ("metrics.jsonl", "probes.jsonl", "predictions.npz", "final/model.safetensors", "final/retrofit.json")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms, two seeds, two learning rates, in one go. Not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run_pair(recipe(data, **GRID), folder, command=["retrofit", "pair", "it"])
+    return folder
+
+
+GRID: dict[str, Any] = {"seeds": [0, 1], "lr": [1e-3, 3e-3], "steps": 3}
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        p.relative_to(folder).as_posix(): (p.read_bytes(), p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
+
+
+def same_runs(one: Path, other: Path, keys: list[Any]) -> None:
+    for key in keys:
+        for name in DETERMINISTIC:
+            assert (one / key.folder / name).read_bytes() == (other / key.folder / name).read_bytes(), (key, name)
+
+
+# What a study leaves
+
+
+def test_the_folder_holds_what_runfiles_says(whole: Path, data: Path) -> None:
+    study = recipe(data, **GRID)
+    assert load_recipe(whole / "recipe.yaml") == study
+    manifest = read_json(whole / "run.json")
+    assert [(k["arm"], k["lr"], k["seed"]) for k in manifest["plan"]] == [(k.arm, k.lr, k.seed) for k in study.plan()]
+    assert manifest["classes"] == ["class 0", "class 1", "class 2", "class 3"]
+    assert {name: split["images"] for name, split in manifest["data"].items()} == SIZES
+    assert manifest["data"]["test"]["sha256"] == open_splits(study.data).test.fingerprint()
+    assert manifest["command"] == ["retrofit", "pair", "it"]
+    assert torch.__version__.startswith(manifest["environment"]["torch"])
+    expected = {f"{k.folder}/{n}" for k in study.plan() for n in (*DETERMINISTIC, "timings.jsonl", "result.json")}
+    assert set(snapshot(whole)) == expected | {"recipe.yaml", "run.json", "retrofit/insertion.json"}
+
+
+def test_pairs_saw_the_same_and_seeds_did_not(whole: Path, data: Path) -> None:
+    plan = recipe(data, **GRID).plan()
+    seen = {key: [(r["ids"], r["lr"]) for r in read_jsonl(whole / key.folder / "metrics.jsonl")] for key in plan}
+    for key in plan:
+        assert seen[key] == seen[replace(key, arm="baseline", folder=key.folder.replace("retrofit", "baseline"))]
+    ids = {key.seed: [i for i, _ in rows] for key, rows in seen.items()}
+    assert len(ids) == 2
+    assert ids[0] != ids[1]
+
+
+def test_insertion_says_what_surgery_did(whole: Path, data: Path) -> None:
+    """Against an insertion made here, on the same images."""
+    study = recipe(data, **GRID)
+    record = read_json(whole / "retrofit" / "insertion.json")
+    model = load_model("timm/test_vit", image_size=16, model_args=TIMM_ARGS, pretrained=False)
+    splits, preprocess = open_splits(study.data), family_of(model).preprocess(model)
+
+    def pixels(images: Images) -> torch.Tensor:
+        return next(eval_batches(images, preprocess, 100)).pixels
+
+    insertion = insert_qk_norm(
+        model,
+        QKNorm.preset("qwen3", gain="per_head"),
+        images=pixels(splits.train.take(16, "calibration")),
+        held_out=pixels(splits.validation.take(8, "held out")),
+    )
+    assert (record["arm"], record["init"], record["sites"], record["skipped"]) == ("retrofit", "match", 2, [])
+    assert (record["calibration_images"], record["held_out_images"]) == (16, 8)
+    assert record["qk_norm"]["gain"] == "per_head"
+    assert record["formula"] == "RMSNorm over each head, gain per head, eps 1e-06, before RoPE"
+    assert [layer["site"] for layer in record["layers"]] == insertion.sites
+    for layer, expected in zip(record["layers"], insertion.layers, strict=True):
+        assert layer["gain_q"] == pytest.approx(expected.gain_q, rel=1e-5)
+        assert layer["logit_bound"] == pytest.approx(expected.logit_bound, rel=1e-5)
+    assert set(record["shock"]) == {"ones", "match"}
+    for init, shock in record["shock"].items():
+        assert shock["images"] == 8
+        assert shock["cosine_tokens"]["patch"] == pytest.approx(insertion.shock[init].cosine_patch, abs=1e-5)
+
+
+def test_norms_begin_as_they_were_calibrated_and_heads_hang_on_the_seed(data: Path, tmp_path: Path) -> None:
+    source = write_timm(tmp_path / "model")
+    study = recipe(data, f"model=timm:{source}", seeds=[0, 1], lr=1e-30, steps=1)  # a rate that changes nothing
+    run_pair(study, tmp_path / "run")
+    gains = [layer["gain_q"] for layer in read_json(tmp_path / "run" / "retrofit" / "insertion.json")["layers"]]
+    heads = {}
+    for key in study.plan():
+        model = retrofit.load(tmp_path / "run" / key.folder / "final")
+        heads[key.arm, key.seed] = model.head.weight
+        if key.arm == "retrofit":
+            weights = [block.attn.q_norm.weight.view(2, -1).square().mean(-1).sqrt() for block in model.blocks]
+            assert [w.tolist() for w in weights] == [pytest.approx(gain, rel=1e-5) for gain in gains]
+        assert model.pretrained_cfg["label_names"] == ["class 0", "class 1", "class 2", "class 3"]
+    assert heads["baseline", 0].shape == (4, 32)
+    assert torch.equal(heads["baseline", 0], heads["retrofit", 0])
+    assert torch.equal(heads["baseline", 1], heads["retrofit", 1])
+    assert not torch.equal(heads["baseline", 0], heads["baseline", 1])
+
+
+def test_a_head_for_the_same_labels_is_kept(data: Path, tmp_path: Path) -> None:
+    labels = {i: f"class {i}" for i in range(4)}
+    for name, given, kept in (("same", labels, True), ("other", {i: f"kind {i}" for i in range(4)}, False)):
+        source = write_hf(tmp_path / name, given)
+        study = recipe(data, f"model=hf:{source}", "arms={baseline: {}}", seeds=[0, 1], lr=1e-30, steps=1)
+        run_pair(study, tmp_path / f"run-{name}")
+        original = load_model(f"hf:{source}").classifier.weight
+        heads = [retrofit.load(tmp_path / f"run-{name}" / k.folder / "final").classifier.weight for k in study.plan()]
+        assert [torch.equal(head, original) for head in heads] == [kept, kept]
+        assert torch.equal(*heads) == kept
+
+
+@pytest.mark.parametrize("library", ["timm", "hf"])
+def test_local_folders_of_both_libraries_train(data: Path, tmp_path: Path, library: str) -> None:
+    source = {"timm": write_timm, "hf": write_hf}[library](tmp_path / "model")
+    study = recipe(data, f"model={library}:{source}", steps=6, lr=3e-3)
+    run_pair(study, tmp_path / "run")
+    for key in study.plan():
+        result = read_json(tmp_path / "run" / key.folder / "result.json")
+        assert result["status"] == "finished"
+        assert (result["parameters_added"] > 0) == (key.arm == "retrofit")
+        assert result["test"]["images"] == SIZES["test"]
+    base = load_model(f"{library}:{source}", 4).state_dict()
+    normed = retrofit.load(tmp_path / "run" / study.plan()[1].folder / "final").state_dict()
+    extra = set(normed) - set(base)
+    assert set(base) <= set(normed)
+    assert all(".q_norm." in name or ".k_norm." in name for name in extra)
+    added = sum(normed[name].numel() for name in extra)
+    assert read_json(tmp_path / "run" / study.plan()[1].folder / "result.json")["parameters_added"] == added
+
+
+def test_no_test_image_is_looked_at_before_the_end(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration reads training images alone, shock and probes validation images alone."""
+    study = recipe(data, steps=2)
+    splits = open_splits(study.data)
+    read: list[str] = []
+    image, finish = Images.image, pair.train_lockstep
+    monkeypatch.setattr(Images, "image", lambda self, i: (read.append(self.ids[i]), image(self, i))[1])
+    before: dict[str, set[str]] = {}
+
+    def lockstep(*given: Any) -> None:
+        before["training"] = set(read)
+        finish(*given)
+
+    calibrated: list[set[str]] = []
+    insert = pair.insert_qk_norm
+
+    def inserting(*given: Any, images: Any, held_out: Any, **more: Any) -> Any:
+        read.clear()
+        images = list(images)
+        calibrated.append(set(read))
+        read.clear()
+        held_out = list(held_out)
+        calibrated.append(set(read))
+        return insert(*given, images=images, held_out=held_out, **more)
+
+    monkeypatch.setattr(pair, "train_lockstep", lockstep)
+    monkeypatch.setattr(pair, "insert_qk_norm", inserting)
+    run_pair(study, tmp_path / "run")
+    assert calibrated[0] == set(splits.train.take(16, "calibration").ids) <= set(splits.train.ids)
+    assert calibrated[1] == set(splits.validation.take(8, "held out").ids) <= set(splits.validation.ids)
+    assert not before["training"] & set(splits.test.ids)
+    assert set(splits.test.ids) <= set(read)  # at the end they are
+
+
+# Run again
+
+
+def test_run_again_nothing_is_trained_and_no_file_changes(
+    run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(run)
+    monkeypatch.setattr(pair, "train_lockstep", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(pair, "insert_qk_norm", lambda *_, **__: pytest.fail("calibrated again"))
+    run_pair(recipe(data, **GRID), run, command=["retrofit", "pair", "it"])
+    after = snapshot(run)
+    assert {name: content for name, (content, _) in after.items()} == {n: c for n, (c, _) in before.items()}
+    untouched = {name for name in before if name not in ("run.json", "recipe.yaml")}
+    assert all(after[name] == before[name] for name in untouched)
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [2, 3, 5]])
+def test_what_is_missing_is_run_to_the_same_bytes(run: Path, whole: Path, data: Path, lost: list[int]) -> None:
+    plan = recipe(data, **GRID).plan()
+    for i in lost:
+        (run / plan[i].folder / "result.json").unlink()
+        (run / plan[i].folder / "metrics.jsonl").write_text('{"step": 0, "epo')  # as a killed run leaves it
+    before = snapshot(run)
+    run_pair(recipe(data, **GRID), run)
+    same_runs(run, whole, plan)
+    kept = [key.folder for i, key in enumerate(plan) if i not in lost]
+    after = snapshot(run)
+    assert all(after[name] == state for name, state in before.items() if name.startswith(tuple(kept)))
+
+
+def test_shards_part_the_plan_and_come_to_the_same(whole: Path, data: Path, tmp_path: Path) -> None:
+    study = recipe(data, **GRID)
+    plan = study.plan()
+    for parts in (1, 3, 4, 9):
+        shards = [pair._part(plan, (i + 1, parts)) for i in range(parts)]
+        assert sorted(key for shard in shards for key in shard) == sorted(plan)
+        assert shards[0][:2] == plan[:2]
+        for shard in shards:  # pairs stay together
+            assert {replace(k, arm="", folder="") for k in shard[::2]} == {
+                replace(k, arm="", folder="") for k in shard[1::2]
+            }
+    run_pair(study, tmp_path / "run", shard=(2, 2))
+    there = [key for key in plan if (tmp_path / "run" / key.folder / "result.json").is_file()]
+    assert there == pair._part(plan, (2, 2))
+    assert 0 < len(there) < len(plan)
+    run_pair(study, tmp_path / "run", shard=(1, 2))
+    same_runs(tmp_path / "run", whole, plan)
+
+
+# What is refused
+
+
+def test_another_recipe_is_refused_with_what_differs(run: Path, data: Path) -> None:
+    before = snapshot(run)
+    with pytest.raises(RecipeError, match=r"another recipe; take another -o") as caught:
+        run_pair(recipe(data, "arms.retrofit.init=ones", "train.lr=[1e-3]", **GRID), run)
+    words = str(caught.value).partition("Differing: ")[2]
+    assert "arms.retrofit.init (match there, ones now)" in words
+    assert "train.lr ([0.001, 0.003] there, [0.001] now)" in words
+    assert words.count(" there, ") == 2
+    assert snapshot(run) == before
+    run_pair(recipe(data, "train.workers=1", **GRID), run)  # batches do not depend on it
+
+
+def test_other_images_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(data, tmp_path / "data"))
+    study = recipe(source, "arms={baseline: {}}", steps=1)
+    run_pair(study, tmp_path / "run")
+    before = snapshot(tmp_path / "run")
+    write_images(tmp_path / "other", {"train": 1, "validation": 1, "test": 24})
+    shutil.copy(tmp_path / "other" / "test.parquet", source / "test.parquet")
+    with pytest.raises(RecipeError, match=r"other images: test has changed since; take another -o"):
+        run_pair(study, tmp_path / "run")
+    assert snapshot(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"ids": "', '"ids": "x'), ('"epoch": 0', '"epoch": 1'), ('"lr": 0.', '"lr": 9.')]
+)
+def test_arms_that_did_not_see_the_same_are_no_pair(run: Path, data: Path, old: str, new: str) -> None:
+    key = recipe(data, **GRID).plan()[3]
+    path = run / key.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert old in lines[1]
+    path.write_text(lines[0] + lines[1].replace(old, new) + lines[2])
+    with pytest.raises(PairMismatch, match=rf"{key.folder} and baseline/.* differ .* at step 1; remove both"):
+        run_pair(recipe(data, **GRID), run)
+    (run / key.folder / "result.json").unlink()  # unfinished: not compared
+    check_matched(run, recipe(data, **GRID).plan())
+
+
+def test_a_run_that_broke_off_matches_as_far_as_it_went(run: Path, data: Path) -> None:
+    path = run / recipe(data, **GRID).plan()[3].folder / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    check_matched(run, recipe(data, **GRID).plan())
+
+
+def test_a_folder_of_somebody_else_is_refused_before_anything(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years")
+    absent = recipe(data, "model=timm/no_such_model")
+    with pytest.raises(RetrofitError, match="did not write"):
+        run_pair(absent, tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_a_study_that_cannot_begin_leaves_no_folder(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="timm has no model no_such_model"):
+        run_pair(recipe(data, "model=timm/no_such_model"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_cpu_cannot_do_is_said_at_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(RetrofitError, match="fp16 needs a GPU"):
+            run_pair(recipe(data, precision=["fp32", "fp16"]), tmp_path / "out")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RetrofitError, match="several processes are not supported yet"):
+        run_pair(recipe(data), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# A dry run
+
+
+def test_the_plan_is_described_without_a_model(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    study = recipe(data, **GRID)
+    text = describe_plan(study)
+    assert text.startswith(dump(study))
+    assert "images: train 40, validation 12, test 20" in text
+    assert "classes: 4" in text
+    assert "8 runs of 3 steps:" in text
+    assert [line.strip() for line in text.splitlines()[-8:]] == [key.folder for key in study.plan()]
+
+
+# Real checkpoints
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the checkpoints and images beside the checkout")
+@pytest.mark.parametrize("library", ["timm", "hf"])
+def test_dinov2_in_both_layouts_keeps_its_attention_and_trains(tmp_path: Path, library: str) -> None:
+    """Both layouts hold the same weights, so that the same study comes to the same."""
+    cifar = SHARED / "data" / "cifar10"
+    document = content(cifar / "train.parquet", steps=2, batch_size=4, lr=1e-4)
+    document["model"] = f"{library}:{SHARED}/checkpoints/dinov2_small_{library}"
+    document["data"] |= {
+        "test": str(cifar / "test.parquet"),
+        "image_size": 98,
+        "train_images": 16,
+        "validation_images": 8,
+        "test_images": 8,
+    }
+    run_pair(parse(document), tmp_path / "run")
+    for arm in ("baseline", "retrofit"):
+        result = read_json(tmp_path / "run" / arm / "lr0.0001-s0" / "result.json")
+        assert result["status"] == "finished"
+        assert (result["classes"], result["test"]["images"]) == (10, 8)
+        assert (result["parameters_added"] > 0) == (arm == "retrofit")
+        logits = np.load(tmp_path / "run" / arm / "lr0.0001-s0" / "predictions.npz")["test_logits"]
+        assert logits.shape == (8, 10)
+    record = read_json(tmp_path / "run" / "retrofit" / "insertion.json")
+    assert record["sites"] == 12
+    assert record["qk_norm"]["gain"] == QK_NORM["gain"]
+    shock = {init: s["cosine_tokens"]["patch"] for init, s in record["shock"].items()}
+    assert shock["match"] > 0.9 > shock["ones"] + 0.1
