@@ -1,13 +1,14 @@
 """Models from and to disk: pretrained checkpoints of both libraries, and retrofitted ones in a folder of our own.
 
-A folder written here holds model.safetensors and retrofit.json, and no config.json: no other library can take it for a
-model without QK-Norm. Nothing that is loaded runs code.
+A folder written here holds retrofit.safetensors and retrofit.json, names that no other library looks for, so that none
+can take it for a model without QK-Norm. Nothing that is loaded runs code.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -26,11 +27,11 @@ from retrofit.models import family_named, family_of, sites_of
 from retrofit.models.family import Request
 from retrofit.models.preprocess import Preprocess
 from retrofit.qknorm import QKNorm
-from retrofit.runfiles import publishing, read_json, write_json
+from retrofit.runfiles import plain, publishing, read_json, write_json
 from retrofit.surgery import insert_blank, spec_of
 
 MANIFEST = "retrofit.json"
-WEIGHTS = "model.safetensors"
+WEIGHTS = "retrofit.safetensors"
 FORMAT = 1
 _SOURCES = "a model is `nano`, `timm/NAME`, `hf/ID`, `timm:DIR`, `hf:DIR`, or DIR, a folder that retrofit wrote"
 
@@ -111,7 +112,7 @@ def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> Ab
 
 
 def write_model(model: nn.Module, folder: Path, *, about: Mapping[str, Any] | None = None) -> None:
-    """model.safetensors and retrofit.json, which lists every file that lies in `folder` by its hash."""
+    """retrofit.safetensors and retrofit.json, which lists every file that lies in `folder` by its hash."""
     family = family_of(model)
     spec = spec_of(model)
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
@@ -128,7 +129,13 @@ def write_model(model: nn.Module, folder: Path, *, about: Mapping[str, Any] | No
         "about": about or {},
         "files": {p.name: file_hash(p) for p in sorted(folder.iterdir()) if p.name != MANIFEST},
     }
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, {**manifest, "seal": seal(manifest)})
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """sha256 of all that a manifest says, by which a changed one is known."""
+    said = {key: value for key, value in plain(manifest).items() if key != "seal"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def load(folder: str | Path) -> nn.Module:
@@ -138,6 +145,8 @@ def load(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
+    if manifest["seal"] != seal(manifest):
+        raise CheckpointError(f"{folder / MANIFEST} has been changed since it was written")
     for name, digest in manifest["files"].items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not whole: {name} is missing")
@@ -178,7 +187,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(folder / MANIFEST)
     except RetrofitError as error:
         raise CheckpointError(str(error)) from None
-    needed = {"format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
+    needed = {"seal", "format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
     whole = isinstance(manifest, dict) and needed <= manifest.keys()
     listed = whole and isinstance(manifest["files"], dict) and isinstance(manifest["labels"], list)
     if not (listed and all(isinstance(label, str) for label in manifest["labels"])):

@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,11 @@ def run_pair(
     _check_same(recipe, run_dir)
     study = _open(recipe, run_dir)
     runfiles.claim(run_dir, runfiles.MANIFEST, force)
-    _write_manifest(study, command or [])
     missing = [key for key in _part(recipe.plan(), shard) if not (run_dir / key.folder / runfiles.RESULT).is_file()]
+    manifest = _manifest(study, command or [])
     if missing:
+        write_text(run_dir / runfiles.RECIPE, dump(recipe))
+        write_json(run_dir / runfiles.MANIFEST, manifest)
         insertions = {name: _insert(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
         _train(study, missing, insertions)
     check_matched(run_dir, recipe.plan())
@@ -89,22 +91,27 @@ def describe_plan(recipe: Recipe) -> str:
 def check_matched(run_dir: Path, plan: list[RunKey]) -> None:
     """Raises PairMismatch unless the finished arms of each pair saw the same batches at the same learning rates."""
     for _, keys in groupby(plan, key=lambda k: (k.precision, k.seed, k.lr)):
-        reference: tuple[RunKey, list[Any]] | None = None
-        for key in keys:
-            rows = read_jsonl(run_dir / key.folder / runfiles.METRICS)
-            seen = [(row["step"], row["epoch"], row["lr"], row["ids"]) for row in rows]
-            if not seen or not (run_dir / key.folder / runfiles.RESULT).is_file():
-                continue
-            if reference is None:
-                reference = (key, seen)
-                continue
-            other, expected = reference
-            at = next((a[0] for a, b in zip(seen, expected, strict=False) if a != b), None)
+        results = {key: run_dir / key.folder / runfiles.RESULT for key in keys}
+        seen = {key: _seen(run_dir, key) for key, result in results.items() if result.is_file()}
+        for key, other in combinations(seen, 2):
+            # A run that diverged is shorter; the steps that both took must be the same.
+            at = next((i for i, (a, b) in enumerate(zip(seen[key], seen[other], strict=False)) if a != b), None)
             if at is not None:
                 raise PairMismatch(
                     f"{key.folder} and {other.folder} differ in images, epoch or learning rate at step {at}; "
                     "remove both and run again"
                 )
+
+
+def _seen(run_dir: Path, key: RunKey) -> list[tuple[Any, ...]]:
+    """What a finished run was given at each step. Raises PairMismatch where its metrics are not whole."""
+    rows = read_jsonl(run_dir / key.folder / runfiles.METRICS)
+    result = read_json(run_dir / key.folder / runfiles.RESULT)
+    ended = result.get("diverged_at")
+    steps = result.get("steps", 0) if ended is None else min(ended + 1, result.get("steps", 0))
+    if len(rows) != steps:
+        raise PairMismatch(f"{key.folder} has {len(rows)} rows of metrics for {steps} steps; remove it and run again")
+    return [tuple(row.get(name) for name in ("step", "epoch", "lr", "ids")) for row in rows]
 
 
 def _open(recipe: Recipe, run_dir: Path) -> Study:
@@ -241,7 +248,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return {path.rstrip("."): value}
 
 
-def _write_manifest(study: Study, command: list[str]) -> None:
+def _manifest(study: Study, command: list[str]) -> dict[str, Any]:
+    """run.json. Raises RecipeError where the folder holds a study of other images."""
     splits = {n: getattr(study.splits, n) for n in ("train", "validation", "test")}
     path = study.run_dir / runfiles.MANIFEST
     data = {n: {"images": len(images), "sha256": images.fingerprint()} for n, images in splits.items()}
@@ -252,7 +260,7 @@ def _write_manifest(study: Study, command: list[str]) -> None:
             f"{study.run_dir} holds a study of other images: {', '.join(changed)} has changed since; take another -o"
         )
     created = earlier.get("created")
-    manifest = {
+    return {
         "version": versions()["retrofit"],
         "created": created or datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
@@ -268,8 +276,6 @@ def _write_manifest(study: Study, command: list[str]) -> None:
             "cpu_threads": torch.get_num_threads(),
         },
     }
-    write_text(study.run_dir / runfiles.RECIPE, dump(study.recipe))
-    write_json(path, manifest)
 
 
 def _device_name() -> str:

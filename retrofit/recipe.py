@@ -182,6 +182,9 @@ class Recipe:
                 faults.append(f"train.{key}: at least one value is needed")
         if not self.arms:
             faults.append("arms: at least one is needed")
+        for name, arm in self.arms.items():
+            if arm.qk_norm is not None and arm.init != "ones" and not self.model.pretrained:
+                faults.append(f"arms.{name}.init: {arm.init} keeps what a checkpoint knows; without one, take ones")
         if self.data.crop_scale[0] > self.data.crop_scale[1]:
             faults.append("data.crop_scale: the smaller area comes first")
         if faults:
@@ -263,7 +266,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
                 f"no recipe {source}{nearest(str(source), names)} (shipped: {', '.join(names)}; or name a YAML file)"
             )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _OneOfEachKey)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
@@ -271,6 +274,17 @@ def _read(source: str | Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise RecipeError(f"{source} holds no keys; a recipe has model, data, arms and train")
     return content
+
+
+class _OneOfEachKey(yaml.SafeLoader):
+    """YAML, without its habit of letting the second of two equal keys win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(problem=f"{', '.join(twice)} stands there twice")
+        return super().construct_mapping(node, deep)
 
 
 _SETTING = re.compile(r"[^.=]+(\.[^.=]+)*=.*", re.DOTALL)

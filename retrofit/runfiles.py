@@ -175,7 +175,10 @@ def publishing(folder: Path, marker: str, owned: Collection[str] = (), force: bo
     `marker` leaves first and arrives last, so that a folder cut off in between does not pass for a whole one.
     """
     claim(folder, marker, force)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise RetrofitError(f"{folder.parent} cannot be written to: {error.strerror or error}") from None
     try:
         yield scratch
         written = sorted(p.name for p in scratch.iterdir())

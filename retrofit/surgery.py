@@ -183,10 +183,11 @@ def _refusal(model: nn.Module, spec: QKNorm, sites: list[Site], skipped: list[Sk
     hooked = [site.name for site in sites if "forward" in vars(site.module)]
     if hooked:
         return f"{hooked[0]} has had its forward replaced, as accelerate's hooks do; retrofit the model before that"
-    wrong_place = [site for site in sites if not site.takes(spec)]
-    if wrong_place:
-        kind = type(wrong_place[0].module).__name__
-        return f'{kind} cannot be normed after its rotation; take position="before_rope"'
+    try:
+        for site in sites:
+            site.check(spec)
+    except ModelError as error:
+        return str(error)
     beyond = [i for i in spec.layers or () if not -len(sites) <= i < len(sites)]
     if beyond:
         return f"layers={beyond} are not there: it has {len(sites)} attention layers, 0 to {len(sites) - 1}"

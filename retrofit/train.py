@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
@@ -74,7 +75,16 @@ class ArmRun:
         if attention == "unfused":
             family_of(model).unfuse(model)
         try:
-            optimizer = create_optimizer_v2(model, opt=train.optimizer, lr=key.lr, weight_decay=train.weight_decay)
+            optimizer = create_optimizer_v2(
+                model,
+                opt=train.optimizer,
+                lr=key.lr,
+                param_group_fn=partial(
+                    param_groups_weight_decay,
+                    weight_decay=train.weight_decay,
+                    no_weight_decay_list=family_of(model).no_weight_decay(model),
+                ),
+            )
         except (ValueError, AssertionError, ImportError) as error:
             raise RetrofitError(f"train.optimizer: {train.optimizer} cannot be used: {error}") from None
         warmup = min(int(train.warmup * steps), steps - 1)

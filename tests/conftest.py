@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = Path(__file__).parents[2] / "shared"
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: a second thread only waits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 from retrofit.calibrate import SHIFT_RIDGE, Moments, match
 from retrofit.models import sites_of
 from retrofit.norms import HeadNorm
-from retrofit.probes import Reading, probe, tapped
+from retrofit.probes import probe
 from retrofit.qknorm import PRESETS, QKNorm
 from retrofit.surgery import insert_qk_norm, remove_qk_norm
+from retrofit.tap import Reading, tapped
 
 PER_HEAD = QKNorm(gain="per_head")
 

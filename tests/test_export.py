@@ -59,7 +59,7 @@ def test_an_export_is_the_model_with_labels_preprocessing_and_proof(run: Path, e
     assert sorted(p.name for p in exported.iterdir()) == [
         "README.md",
         "fixture.safetensors",
-        "model.safetensors",
+        "retrofit.safetensors",
         "retrofit.json",
     ]
     ours, trained = retrofit.load(exported), retrofit.load(run / "retrofit" / "lr0.003-s0" / "final")
@@ -106,7 +106,7 @@ def test_the_baseline_is_exported_as_what_it_is(run: Path, tmp_path: Path) -> No
 @pytest.mark.usefixtures("here")
 def test_a_folder_that_retrofit_wrote_can_be_exported_again(exported: Path, tmp_path: Path) -> None:
     export_run(exported, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "retrofit.safetensors").read_bytes() == (exported / "retrofit.safetensors").read_bytes()
     one, other = (read_json(p / "retrofit.json") for p in (tmp_path / "out", exported))
     assert one["about"] == other["about"]
     export_run(exported, tmp_path / "out")  # over what it wrote itself
@@ -185,12 +185,12 @@ def rewrite(name: str, key: str, hashed: bool = True) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
-        (flip("model.safetensors"), "model.safetensors is not the file that was written"),
+        (flip("retrofit.safetensors"), "retrofit.safetensors is not the file that was written"),
         (flip("fixture.safetensors"), "fixture.safetensors is not the file that was written"),
         (flip("README.md"), "README.md is not the file that was written"),
-        (lambda place: (place / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (rewrite("model.safetensors", "head.bias"), "differ by"),
-        (rewrite("model.safetensors", "blocks.0.attn.q_norm.weight"), "differ by"),
+        (lambda place: (place / "retrofit.safetensors").unlink(), "retrofit.safetensors is missing"),
+        (rewrite("retrofit.safetensors", "head.bias"), "differ by"),
+        (rewrite("retrofit.safetensors", "blocks.0.attn.q_norm.weight"), "differ by"),
         (rewrite("fixture.safetensors", "outputs"), "differ by"),
         (edit(lambda m: m["qk_norm"].update(eps=1e-6)), "differ by"),
         (edit(lambda m: m["qk_norm"].update(norm="layernorm")), "differ by"),
@@ -214,7 +214,7 @@ def test_what_was_changed_does_not_verify(copied: Path, tamper: Callable[[Path],
 
 
 def test_several_wrong_files_are_all_named(copied: Path) -> None:
-    flip("model.safetensors")(copied)
+    flip("retrofit.safetensors")(copied)
     (copied / "README.md").unlink()
     assert len(verify(copied).findings) == 2
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "retrofit"
 
 BASE = {"errors", "stats", "runfiles"}
-TRUNK = ["qknorm", "recipe", "norms", "models", "probes", "calibrate", "shock", "surgery", "checkpoint", "data"]
-TRUNK += ["train", "pair"]
+TRUNK = ["qknorm", "recipe", "norms", "models", "tap", "probes", "calibrate", "shock", "surgery", "registry"]
+TRUNK += ["checkpoint", "data", "train", "pair"]
 MAY: dict[str, set[str]] = {"errors": set(), "stats": {"errors"}, "runfiles": {"errors", "stats"}}
 for _i, _room in enumerate(TRUNK):
     MAY[_room] = BASE | set(TRUNK[:_i])

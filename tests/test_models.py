@@ -25,7 +25,12 @@ from retrofit.models.derive import derived, original
 from retrofit.norms import HeadNorm
 from retrofit.qknorm import QKNorm
 
-DERIVED = [kind for kind in ATTENTION_CLASSES if kind.after is not None]
+DERIVED = [
+    pytest.param(kind, edit, id=f"{kind.path.rpartition('.')[2]}{edit.place}")
+    for kind in ATTENTION_CLASSES
+    for edit in (kind.edit, kind.after_rope)
+    if edit is not None
+]
 
 
 def save_timm(model: nn.Module, folder: Path, **options) -> Path:
@@ -87,13 +92,6 @@ def test_sites(kind: str, names: str, rotated: bool) -> None:
         assert site.scale == pytest.approx(8**-0.5)
         assert site.norms is None
         assert not site.native
-
-
-def test_every_known_class_is_reached_by_a_model_here() -> None:
-    from timm.layers.attention import AttentionRope
-
-    seen = {type(site.module) for make in MAKERS.values() for site in sites_of(make())[0]} | {AttentionRope}
-    assert {f"{c.__module__}.{c.__qualname__}" for c in seen} == {kind.path for kind in ATTENTION_CLASSES}
 
 
 def test_grouped_queries_and_head_dims_that_do_not_divide_the_width() -> None:
@@ -181,18 +179,21 @@ def test_derived_forward_is_the_original_plus_the_norm(kind: str, attention: str
     assert not torch.equal(outputs_of(model, images), before)
 
 
-@pytest.mark.parametrize("kind", DERIVED, ids=lambda kind: kind.path.rpartition(".")[2])
-def test_derived_source_differs_by_one_line(kind) -> None:
-    cls = derived(kind)
-    assert cls is derived(kind)
-    base = inspect.getsource(original(cls).forward)
-    ours = inspect.getsource(cls.forward)
-    base_lines = [line.strip() for line in base.splitlines()]
-    our_lines = [line.strip() for line in ours.splitlines()]
-    added = "query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)"
+@pytest.mark.parametrize(("kind", "edit"), DERIVED)
+def test_derived_source_differs_by_one_line(kind, edit) -> None:
+    cls = derived(kind.path, edit)
+    assert cls is derived(kind.path, edit)
+    assert getattr(derive, cls.__name__) is cls  # as unpickling finds it
+    base_lines = [line.strip() for line in inspect.getsource(original(cls).forward).splitlines()]
+    our_lines = [line.strip() for line in inspect.getsource(cls.forward).splitlines()]
+    added = f"{edit.q}, {edit.k} = self.q_norm({edit.q}), self.k_norm({edit.k})"
     at = our_lines.index(added)
-    assert our_lines[:at] + our_lines[at + 1 :] == base_lines
-    assert our_lines[at - 1].startswith("key_states = ")
+    rest = our_lines[:at] + our_lines[at + 1 :]
+    assert rest == [line for line in base_lines if edit.drop is None or not line.startswith(edit.drop)]
+    if edit.after is not None:
+        assert our_lines[at - 1].startswith(edit.after)
+    else:
+        assert our_lines[at + 1].startswith(edit.before)
 
 
 def test_derived_instances_copy_and_pickle(images) -> None:
@@ -242,14 +243,14 @@ def test_a_source_that_does_not_fit_is_refused(change: str, monkeypatch: pytest.
         return source.replace(line, f"{line}\n{line}" if change == "twice" else line.replace("key_states", "k"))
 
     monkeypatch.setattr(inspect, "getsource", other_version)
-    derive._derived.cache_clear()
+    derive.derived.cache_clear()
     model = tiny_hf()
     modules, keys = list(model.named_modules()), list(model.state_dict())
     try:
         with pytest.raises(ModelError, match=f"ViTAttention of transformers {transformers.__version__}"):
             insert_qk_norm(model, QKNorm(), init="ones")
     finally:
-        derive._derived.cache_clear()
+        derive.derived.cache_clear()
     assert list(model.named_modules()) == modules
     assert list(model.state_dict()) == keys
 

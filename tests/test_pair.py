@@ -24,7 +24,13 @@ from retrofit.recipe import dump, load_recipe, parse
 from retrofit.runfiles import read_json, read_jsonl
 from retrofit.surgery import insert_qk_norm
 
-DETERMINISTIC = ("metrics.jsonl", "probes.jsonl", "predictions.npz", "final/model.safetensors", "final/retrofit.json")
+DETERMINISTIC = (
+    "metrics.jsonl",
+    "probes.jsonl",
+    "predictions.npz",
+    "final/retrofit.safetensors",
+    "final/retrofit.json",
+)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_every_preset_is_checked() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_is_as_published(name: str) -> None:
     spec = QKNorm.preset(name)
-    assert tuple(asdict(spec).values()) == (*PUBLISHED[name], None)  # layers: all
+    assert tuple(asdict(spec).values()) == (*PUBLISHED[name], None, False)  # all layers, no pools
     assert PRESETS[name].__doc__
     assert "Source:" in PRESETS[name].__doc__
 
@@ -119,5 +119,5 @@ def test_no_torch() -> None:
 
 
 def test_fields_are_the_contract() -> None:
-    wanted = "norm axis gain bias zero_centered eps position scale scale_init scale_max layers"
+    wanted = "norm axis gain bias zero_centered eps position scale scale_init scale_max layers pools"
     assert [f.name for f in fields(QKNorm)] == wanted.split()

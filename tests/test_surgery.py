@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import MAKERS, outputs_of, sharpen, tiny_hf, tiny_rope, tiny_timm
+from conftest import MAKERS, outputs_of, sharpen, tiny_hf, tiny_timm
 from torch import nn
 
 from retrofit.errors import ModelError, RetrofitError
@@ -134,7 +134,7 @@ def test_models_with_a_norm_of_their_own_are_refused(images) -> None:
 def test_models_without_known_attention_are_refused(images) -> None:
     import timm
 
-    refused(nn.Linear(2, 2), "no attention that QK-Norm can go into", QKNorm(), images)
+    refused(nn.Linear(2, 2), "no attention with q and k", QKNorm(), images)
     swin = timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4, embed_dim=24, depths=(1, 1, 1, 1))
     refused(swin, "WindowAttention is not supported", QKNorm(), images)
 
@@ -166,7 +166,6 @@ def test_wrong_images_are_refused(images, says: str, kind: str) -> None:
 def test_an_unknown_init_and_layers_that_are_not_there(images) -> None:
     refused(tiny_timm(), "one of ones, match", QKNorm(), images, init="magic", error=RetrofitError)
     refused(tiny_timm(), r"layers=\[3, -4\] are not there.*3 attention layers", QKNorm(layers=(0, 3, -4)), images)
-    refused(tiny_rope(), "after_rope", QKNorm.preset("llama4"), images)
 
 
 def test_a_replaced_forward_is_refused(images) -> None:
@@ -357,8 +356,6 @@ def test_grouped_queries(images) -> None:
 
     model = Grouped()
     for name in PRESETS:
-        if QKNorm.preset(name).position == "after_rope":
-            continue
         insert_qk_norm(
             model,
             QKNorm.preset(name, gain="per_head", scale_init=None)

@@ -185,7 +185,7 @@ def test_an_optimizer_that_timm_lacks_is_a_users_mistake(tmp_path: Path) -> None
 
 def test_two_arms_that_are_the_same_are_the_same_to_the_last_bit(run: Path) -> None:
     one, other = place(run, "baseline"), place(run, "twin")
-    for name in ("metrics.jsonl", "probes.jsonl", "predictions.npz", "final/model.safetensors"):
+    for name in ("metrics.jsonl", "probes.jsonl", "predictions.npz", "final/retrofit.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     results = [read_json(p / "result.json") for p in (one, other)]
     for result in results:

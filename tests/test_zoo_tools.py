@@ -1,4 +1,4 @@
-"""A retrofitted model under the tools that people use: compile, export, several processes, adapters, accelerate's hooks."""
+"""A retrofitted model under the tools that people use: compile, export, several processes, adapters, hooks."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_adapters_do_not_bypass_the_norm() -> None:
     peft = pytest.importorskip("peft")
     for name, targets in (("hf_vit", ["q_proj", "k_proj"]), ("vit", ["qkv"])):
         model = retrofitted(name)
-        seen = []
+        seen: list[torch.Tensor] = []
         for site in sites_of(model)[0]:
-            site.norms[0].register_forward_hook(lambda m, args, out: seen.append(out))
+            site.norms[0].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
         adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, init_lora_weights=False))
         with torch.no_grad():
             ZOO[name].run(adapted)

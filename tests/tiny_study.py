@@ -77,9 +77,9 @@ def write_hf(folder: Path, labels: Mapping[int, str] | None = None) -> Path:
 
 
 def content(data: Path, **train: Any) -> dict[str, Any]:
-    """A recipe over made images: a random timm model, baseline and retrofit, four steps in float32."""
+    """A recipe over made images: a timm checkpoint of random weights, baseline and retrofit, four steps in float32."""
     return {
-        "model": {"timm": "test_vit", "pretrained": False, "model_args": TIMM_ARGS},
+        "model": f"timm:{write_timm(data.parent / f'{data.name}-checkpoint')}",
         "data": {
             "source": str(data),
             "image_size": 16,

@@ -15,7 +15,7 @@ class Animal:
     sites: int
     inputs: Callable[[], dict[str, Any]]
     facts: frozenset[str] = field(default_factory=frozenset)
-    """`rope`: a rotation follows the norm. `pool`: an attention pool is left alone. `native`: timm's qk_norm=True fits."""
+    """rope: a rotation follows the norm; pool: an attention pool is left alone; native: timm's qk_norm=True fits."""
 
     def run(self, model: Any) -> Any:
         """The first tensor that the model returns."""

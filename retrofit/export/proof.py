@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from retrofit.checkpoint import file_hash, load, read_manifest
+from retrofit.checkpoint import MANIFEST, file_hash, load, read_manifest, seal
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.models import evaluating, family_of, sites_of
 from retrofit.surgery import spec_of
@@ -48,7 +48,7 @@ def verify(folder: Path) -> Proof:
     Raises CheckpointError for a folder that retrofit did not write.
     """
     manifest = read_manifest(folder)
-    wrong = []
+    wrong = [] if manifest["seal"] == seal(manifest) else [f"{MANIFEST} has been changed since it was written"]
     for name, digest in manifest["files"].items():
         if not (folder / name).is_file():
             wrong.append(f"{name} is missing")

@@ -91,6 +91,10 @@ class Family(ABC):
         """The classification head, or None."""
 
     @abstractmethod
+    def no_weight_decay(self, model: nn.Module) -> set[str]:
+        """Names of parameters of more than one dimension that are spared, such as tokens and position embeddings."""
+
+    @abstractmethod
     def preprocess(self, model: nn.Module) -> Preprocess: ...
 
     @abstractmethod

@@ -73,9 +73,9 @@ class TransformersFamily(Family):
             raise ModelError(f"{type(model).__name__} cannot take a new classification head")
         weight = old.weight
         with own_random_state(seed):
-            new = nn.Linear(old.in_features, num_classes, device=weight.device, dtype=weight.dtype)
+            new = nn.Linear(old.in_features, num_classes)
         fresh_head(new, seed)
-        model.classifier = new
+        model.classifier = new.to(device=weight.device, dtype=weight.dtype)
         model.num_labels = model.config.num_labels = num_classes
 
     @staticmethod
@@ -90,7 +90,8 @@ class TransformersFamily(Family):
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        lost = sorted(k for k in info["missing_keys"] if not (request.classifier and k.startswith("classifier.")))
+        free = ("pooler.", *(["classifier."] if request.classifier else []))  # the tokens do not pass through a pooler
+        lost = sorted(k for k in info["missing_keys"] if not k.startswith(free))
         if lost:
             raise ModelError(f"{request.source} lacks weights that {type(model).__name__} needs: {', '.join(lost[:5])}")
         normed = sorted(k for k in info["unexpected_keys"] if "q_norm" in k or "k_norm" in k)
@@ -141,6 +142,10 @@ class TransformersFamily(Family):
     def head(self, model: Any) -> nn.Module | None:
         head = getattr(model, "classifier", None)
         return head if isinstance(head, nn.Module) and not isinstance(head, nn.Identity) else None
+
+    def no_weight_decay(self, model: Any) -> set[str]:
+        names = {name for name, _ in model.named_parameters()}
+        return {n for n in names if n.endswith(("_token", "_tokens", "class_embedding")) or "position_embedding" in n}
 
     def preprocess(self, model: Any) -> Preprocess:
         known = getattr(model, "retrofit_preprocess", None)
@@ -221,6 +226,9 @@ class TimmWrapperFamily(TransformersFamily):
 
     def head(self, model: Any) -> nn.Module | None:
         return self._timm.head(model.timm_model)
+
+    def no_weight_decay(self, model: Any) -> set[str]:
+        return {f"timm_model.{name}" for name in self._timm.no_weight_decay(model.timm_model)}
 
     def unfuse(self, model: Any) -> None:
         self._timm.unfuse(model.timm_model)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from retrofit.errors import ModelError
 from retrofit.models.derive import Edit, derived, original
 from retrofit.norms import HeadNorm, Layout
 from retrofit.qknorm import QKNorm
@@ -85,9 +86,13 @@ class Site:
         moved = self.rotated and spec.position == "after_rope"
         return "BHND" if moved and self.kind.layout == "BNHD" else self.kind.layout
 
-    def takes(self, spec: QKNorm) -> bool:
-        """Whether the norm can be put where `spec` wants it."""
-        return not (self.rotated and spec.position == "after_rope") or self.kind.after_rope is not None
+    def check(self, spec: QKNorm) -> None:
+        """Raises ModelError unless the norm can be put where `spec` wants it."""
+        if self.rotated and spec.position == "after_rope" and self.kind.after_rope is None:
+            raise ModelError(f'{type(self.module).__name__} cannot be normed after RoPE; take position="before_rope"')
+        edit = self._edit(spec)
+        if edit is not None:
+            derived(self.kind.path, edit)
 
     def place(self, q_norm: HeadNorm, k_norm: HeadNorm) -> None:
         """Puts the norms in; the base model's parameters keep their names."""
@@ -99,7 +104,8 @@ class Site:
     def restore(self) -> None:
         """Takes the norms out: the module is what it was before `place`."""
         if self.kind.edit is None:
-            self.module.q_norm, self.module.k_norm = nn.Identity(), nn.Identity()
+            for slot in ("q_norm", "k_norm"):
+                setattr(self.module, slot, nn.Identity().train(self.module.training))
         else:
             del self.module.q_norm, self.module.k_norm
         self.module.__class__ = original(type(self.module))

@@ -112,6 +112,9 @@ class TimmFamily(Family):
         classifier = model.get_classifier()
         return nn.ModuleList(classifier) if isinstance(classifier, tuple) else classifier
 
+    def no_weight_decay(self, model: Any) -> set[str]:
+        return set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+
     def preprocess(self, model: Any) -> Preprocess:
         config = resolve_model_data_config(model)
         return Preprocess(
