@@ -13,7 +13,7 @@ import torch
 from conftest import MAKERS, fresh_process, outputs_of, sharpen, tiny_hf, tiny_rope, tiny_timm
 from safetensors.torch import load_file, save_file
 
-from retrofit.checkpoint import MANIFEST, WEIGHTS, load, load_model, save
+from retrofit.checkpoint import MANIFEST, WEIGHTS, file_hash, load, load_model, save, seal
 from retrofit.errors import CheckpointError, ModelError, RetrofitError
 from retrofit.models import family_of
 from retrofit.qknorm import QKNorm
@@ -51,7 +51,7 @@ def test_a_fresh_process_gets_the_same_model(tmp_path: Path, images) -> None:
             model = normed(kind, name, images)
             folder = tmp_path / f"{kind}-{name}"
             save(model, folder, about={"base": "made here"})
-            assert sorted(p.name for p in folder.iterdir()) == [WEIGHTS, MANIFEST]
+            assert sorted(p.name for p in folder.iterdir()) == [MANIFEST, WEIGHTS]
             threads = torch.get_num_threads()
             torch.set_num_threads(1)  # as in the other process
             cases[folder.name] = outputs_of(model, images)
@@ -167,6 +167,20 @@ def test_stock_loaders_refuse_loudly(tmp_path: Path, images) -> None:
             )
 
 
+@pytest.mark.parametrize("kind", ["ViT", "Dinov2"])
+def test_transformers_finds_no_weights_even_when_told_the_structure(kind: str, tmp_path: Path, images) -> None:
+    """Under transformers' own name it would take them, and leave the norm out in silence."""
+    model = normed(kind, "qwen3", images)
+    save(model, tmp_path / "ours")
+    bare = type(MAKERS[kind]())
+    for more in ({}, {"use_safetensors": True}, {"use_safetensors": False}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(OSError, match="no file named"):
+            bare.from_pretrained(tmp_path / "ours", config=model.config, **more)
+    save_file(load_file(tmp_path / "ours" / WEIGHTS), tmp_path / "ours" / "model.safetensors", {"format": "pt"})
+    taken = bare.from_pretrained(tmp_path / "ours", config=model.config).eval()
+    assert not outputs_of(taken, images).allclose(outputs_of(model, images))
+
+
 def test_a_stock_folder_is_not_ours(tmp_path: Path) -> None:
     tiny_hf().save_pretrained(tmp_path / "hf")
     with pytest.raises(CheckpointError, match=f"has no {MANIFEST}.*hf:{tmp_path / 'hf'}"):
@@ -211,46 +225,93 @@ def test_files_cut_off_or_gone(saved: Path) -> None:
     damaged(saved, MANIFEST)
 
 
-def rewritten(folder: Path, **changes) -> None:
+def rewritten(folder: Path, sealed: bool, **changes) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest = {k: v for k, v in {**manifest, **changes}.items() if v is not ...}
+    if sealed:
+        manifest["seal"] = seal(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
+CHANGED = "has been changed since it was written"
+SEALED = pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
+"""The seal tells a change by hand; what somebody sealed again must still be found by what it says."""
+
+
+@SEALED
 @pytest.mark.parametrize("key", ["format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"])
 @pytest.mark.parametrize("value", [..., 5, "x", {"x": 5}, [5]], ids=["gone", "number", "text", "mapping", "list"])
-def test_a_changed_manifest_is_noticed(saved: Path, key: str, value) -> None:
-    rewritten(saved, **{key: value})
-    damaged(saved)
+def test_a_changed_manifest_is_noticed(saved: Path, key: str, value, sealed: bool) -> None:
+    rewritten(saved, sealed, **{key: value})
+    deeper = "is not what retrofit writes|does not name|has format|other places|does not fit together|no library known"
+    damaged(saved, deeper if sealed else f"{CHANGED}|is not what retrofit writes|does not name|has format")
 
 
-def test_a_manifest_that_tells_another_formula_or_structure(saved: Path) -> None:
+@SEALED
+def test_a_manifest_that_tells_another_formula_or_structure(saved: Path, sealed: bool) -> None:
     manifest = json.loads((saved / MANIFEST).read_text())
-    for key, value in (
-        ("qk_norm", None),
-        ("qk_norm", {**manifest["qk_norm"], "gain": "none"}),
-        ("qk_norm", {**manifest["qk_norm"], "norm": "other"}),
-        ("qk_norm", {**manifest["qk_norm"], "layers": [0, 1]}),
-        ("sites", manifest["sites"][:1]),
-        ("format", 2),
-        ("library", "transformers"),
-        ("model", {**manifest["model"], "architecture": "vit_none"}),
-        ("model", {**manifest["model"], "num_classes": 4}),
-        ("files", {}),
+    for key, value, words in (
+        ("qk_norm", None, "other places"),
+        ("qk_norm", {**manifest["qk_norm"], "gain": "none"}, "does not fit together"),
+        ("qk_norm", {**manifest["qk_norm"], "norm": "other"}, "norm='other'"),
+        ("qk_norm", {**manifest["qk_norm"], "layers": [0, 1]}, "other places"),
+        ("sites", manifest["sites"][:1], "other places"),
+        ("library", "transformers", "does not fit together"),
+        ("model", {**manifest["model"], "architecture": "vit_none"}, "does not fit together"),
+        ("model", {**manifest["model"], "num_classes": 4}, "does not fit together"),
     ):
-        rewritten(saved, **{key: value})
-        damaged(saved)
-        rewritten(saved, **{key: manifest[key]})
+        rewritten(saved, sealed, **{key: value})
+        damaged(saved, words if sealed else CHANGED)
+        rewritten(saved, sealed, **{key: manifest[key]})
+    for key, value, words in (("format", 2, "has format 2; this version reads 1"), ("files", {}, "does not name")):
+        rewritten(saved, sealed, **{key: value})
+        damaged(saved, words)
+        rewritten(saved, sealed, **{key: manifest[key]})
     load(saved)
 
 
-def test_weights_that_lack_a_norm_are_noticed_even_with_a_right_hash(saved: Path) -> None:
-    from retrofit.checkpoint import file_hash
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"labels": LABELS[::-1]},
+        {"about": {"base": "another"}},
+        {"versions": {}},
+        {"more": 1},
+        {"about": ...},
+        {"seal": "0" * 64},
+        {"seal": None},
+    ],
+    ids=["labels", "about", "versions", "more", "less", "seal", "no seal"],
+)
+def test_what_no_deeper_check_can_know_is_told_by_the_seal(saved: Path, changes) -> None:
+    rewritten(saved, False, **changes)
+    damaged(saved, rf"{MANIFEST} {CHANGED}$")
+    rewritten(saved, True)
+    load(saved)
 
+
+def test_a_seal_holds_whatever_is_told_of_a_model(tmp_path: Path) -> None:
+    """JSON changes tuples, keys and what is not finite; the order of keys and the indent say nothing."""
+    about = {
+        "base": "Käfer \u2028",
+        "tuple": (1, 2.5),
+        "worst": float("inf"),
+        3: tmp_path,
+        "tiny": 1e-300,
+        "none": None,
+    }
+    save(tiny_timm(), tmp_path / "saved", about=about)
+    load(tmp_path / "saved")
+    manifest = json.loads((tmp_path / "saved" / MANIFEST).read_text())
+    (tmp_path / "saved" / MANIFEST).write_text(json.dumps(dict(reversed(manifest.items()))))
+    load(tmp_path / "saved")
+
+
+def test_weights_that_lack_a_norm_are_noticed_even_with_a_right_hash(saved: Path) -> None:
     tensors = load_file(saved / WEIGHTS)
     gone = next(k for k in tensors if k.endswith("q_norm.weight"))
     save_file({k: v for k, v in tensors.items() if k != gone}, saved / WEIGHTS)
-    rewritten(saved, files={WEIGHTS: file_hash(saved / WEIGHTS)})
+    rewritten(saved, True, files={WEIGHTS: file_hash(saved / WEIGHTS)})
     damaged(saved, gone)
 
 
@@ -264,7 +325,7 @@ def test_a_foreign_folder_is_left_alone_without_force(tmp_path: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"their weights")
     with pytest.raises(RetrofitError, match="did not write"):
         save(tiny_timm(), folder)
-    assert sorted(p.name for p in folder.iterdir()) == [WEIGHTS, "thesis.txt"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([WEIGHTS, "thesis.txt"])
     assert (folder / WEIGHTS).read_bytes() == b"their weights"
     save(tiny_timm(), folder, force=True)
     load(folder)
@@ -282,7 +343,7 @@ def test_our_own_folder_is_replaced_and_foreign_files_in_it_stay(saved: Path, tm
     (saved / "sub" / "inside.txt").write_text("mine")
     manifest = json.loads((saved / MANIFEST).read_text())
     outside = {"../outside.txt": "0", "sub/inside.txt": "0", str(tmp_path / "outside.txt"): "0"}
-    rewritten(saved, files={**manifest["files"], **outside})
+    rewritten(saved, True, files={**manifest["files"], **outside})
     model = normed("timm", "olmo2", images)
     save(model, saved)
     assert outputs_of(load(saved), images).equal(outputs_of(model, images))

@@ -22,6 +22,7 @@ from tiny_study import content, write_hf, write_images, write_timm
 
 import retrofit
 from retrofit import cli
+from retrofit.checkpoint import seal
 from retrofit.cli import main
 from retrofit.export import folder, verify
 from retrofit.runfiles import read_json, read_jsonl
@@ -170,11 +171,15 @@ def test_export_and_verify_say_yes_and_no(paired: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     manifest = read_json(out / "retrofit.json")
     manifest["qk_norm"]["norm"] = "layernorm"
-    (out / "retrofit.json").write_text(json.dumps(manifest))
-    assert main(["verify", str(out)]) == 3
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "differ by" in said.err
+    for again, words in ((False, "retrofit.json has been changed since it was written"), (True, "differ by")):
+        if again:
+            manifest["seal"] = seal(manifest)
+        (out / "retrofit.json").write_text(json.dumps(manifest))
+        assert main(["verify", str(out)]) == 3
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert words in said.err
+        assert ("has been changed" in said.err) != again
 
 
 def test_a_study_can_begin_from_a_folder_that_retrofit_wrote(place: Path, paired: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from made_run import folder_of, make_run
 from tiny_study import content, write_images
 
 import retrofit
-from retrofit.checkpoint import file_hash
+from retrofit.checkpoint import file_hash, seal
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.export import Proof, export_model, export_run, folder, verify
 from retrofit.pair import run_pair
@@ -31,6 +31,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     document["arms"]["retrofit"]["qk_norm"] = {"preset": "qwen3", "gain": "per_head", "eps": 1e-2}
     run_pair(parse(document), root / "run")
     return root / "run"
+
+
+def base_of(run: Path) -> str:
+    """The checkpoint that `tiny_study` lays beside the images."""
+    return f"timm:{run.parent / 'data-checkpoint'}"
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +64,8 @@ def test_an_export_is_the_model_with_labels_preprocessing_and_proof(run: Path, e
     assert sorted(p.name for p in exported.iterdir()) == [
         "README.md",
         "fixture.safetensors",
-        "retrofit.safetensors",
         "retrofit.json",
+        "retrofit.safetensors",
     ]
     ours, trained = retrofit.load(exported), retrofit.load(run / "retrofit" / "lr0.003-s0" / "final")
     assert not ours.training
@@ -79,14 +84,14 @@ def test_an_export_is_the_model_with_labels_preprocessing_and_proof(run: Path, e
     result = read_json(run / "retrofit" / "lr0.003-s0" / "result.json")
     about = manifest["about"]
     assert (about["arm"], about["lr"], about["seed"], about["test"]) == ("retrofit", 0.003, 0, result["test"])
-    assert (about["base"], about["init"]) == ("timm/test_vit", "match")
+    assert (about["base"], about["init"]) == (base_of(run), "match")
     assert about["shock"] == read_json(run / "retrofit" / "insertion.json")["shock"]
 
 
 def test_the_card_says_what_is_known(run: Path, exported: Path) -> None:
     card = (exported / "README.md").read_text()
     result = read_json(run / "retrofit" / "lr0.003-s0" / "result.json")
-    assert card.startswith("# timm/test_vit with QK-Norm\n")
+    assert card.startswith(f"# {base_of(run)} with QK-Norm\n")
     assert "arm retrofit, learning rate 0.003, seed 0, fp32, 3 steps" in card
     assert f"- test: accuracy {100 * result['test']['accuracy']:.2f} %" in card
     assert "one run, so that no spread is known from it" in card
@@ -100,7 +105,7 @@ def test_the_baseline_is_exported_as_what_it_is(run: Path, tmp_path: Path) -> No
     findings = export_run(run, tmp_path / "out", arm="baseline")
     assert "no QK-Norm, as written" in findings
     assert read_json(tmp_path / "out" / "retrofit.json")["qk_norm"] is None
-    assert (tmp_path / "out" / "README.md").read_text().startswith("# timm/test_vit, fine-tuned\n")
+    assert (tmp_path / "out" / "README.md").read_text().startswith(f"# {base_of(run)}, fine-tuned\n")
 
 
 @pytest.mark.usefixtures("here")
@@ -142,6 +147,8 @@ def test_an_export_that_does_not_hold_is_an_error(exported: Path, tmp_path: Path
 
 # verify
 
+CHANGED = "has been changed since it was written"
+
 
 def test_what_was_written_verifies(exported: Path) -> None:
     proof = verify(exported)
@@ -150,12 +157,16 @@ def test_what_was_written_verifies(exported: Path) -> None:
     assert proof.findings[1].startswith("2 attention layers with QK-Norm (RMSNorm")
 
 
-def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Changes retrofit.json, which no hash guards."""
+Tamper = Callable[[Path, bool], None]
+"""Changes a folder, and makes the manifest's seal anew where told to."""
 
-    def apply(place: Path) -> None:
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Tamper:
+    def apply(place: Path, sealed: bool) -> None:
         manifest = json.loads((place / "retrofit.json").read_text())
         change(manifest)
+        if sealed:
+            manifest["seal"] = seal(manifest)
         (place / "retrofit.json").write_text(json.dumps(manifest))
 
     return apply
@@ -170,14 +181,14 @@ def flip(name: str) -> Callable[[Path], None]:
     return apply
 
 
-def rewrite(name: str, key: str, hashed: bool = True) -> Callable[[Path], None]:
+def rewrite(name: str, key: str) -> Tamper:
     """Changes a tensor, and the hash with it."""
 
-    def apply(place: Path) -> None:
+    def apply(place: Path, sealed: bool) -> None:
         tensors = safetensors.torch.load_file(place / name)
         tensors[key] = tensors[key] * 1.01 + 0.01
         safetensors.torch.save_file(tensors, place / name, metadata={"format": "pt"})
-        edit(lambda m: m["files"].update({name: file_hash(place / name)}))(place)
+        edit(lambda m: m["files"].update({name: file_hash(place / name)}))(place, sealed)
 
     return apply
 
@@ -185,10 +196,21 @@ def rewrite(name: str, key: str, hashed: bool = True) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
-        (flip("retrofit.safetensors"), "retrofit.safetensors is not the file that was written"),
-        (flip("fixture.safetensors"), "fixture.safetensors is not the file that was written"),
-        (flip("README.md"), "README.md is not the file that was written"),
+        (flip("retrofit.safetensors"), "retrofit.safetensors is not the file that was written: its hash differs"),
+        (flip("fixture.safetensors"), "fixture.safetensors is not the file that was written: its hash differs"),
+        (flip("README.md"), "README.md is not the file that was written: its hash differs"),
         (lambda place: (place / "retrofit.safetensors").unlink(), "retrofit.safetensors is missing"),
+    ],
+)
+def test_a_file_that_was_changed_does_not_verify(copied: Path, tamper: Callable[[Path], None], words: str) -> None:
+    tamper(copied)
+    assert verify(copied) == Proof(False, [words])
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
         (rewrite("retrofit.safetensors", "head.bias"), "differ by"),
         (rewrite("retrofit.safetensors", "blocks.0.attn.q_norm.weight"), "differ by"),
         (rewrite("fixture.safetensors", "outputs"), "differ by"),
@@ -206,11 +228,39 @@ def rewrite(name: str, key: str, hashed: bool = True) -> Callable[[Path], None]:
         (edit(lambda m: m["files"].pop("fixture.safetensors")), "no fixture.safetensors to prove"),
     ],
 )
-def test_what_was_changed_does_not_verify(copied: Path, tamper: Callable[[Path], None], words: str) -> None:
-    tamper(copied)
+def test_a_manifest_that_was_changed_does_not_verify(copied: Path, tamper: Tamper, words: str, sealed: bool) -> None:
+    """The seal tells a change by hand; what somebody sealed again is still found by what it says."""
+    tamper(copied, sealed)
     proof = verify(copied)
     assert not proof.ok
-    assert words in "\n".join(proof.findings)
+    said = "\n".join(proof.findings)
+    assert (CHANGED in said) != sealed
+    if sealed:
+        assert words in said
+    else:
+        with pytest.raises(CheckpointError, match=CHANGED):
+            retrofit.load(copied)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["labels"].reverse(),
+        lambda m: m["preprocess"].update(mean=[0.4, 0.4, 0.4]),
+        lambda m: m["about"].update(base="timm/other"),
+        lambda m: m["about"]["test"].update(accuracy=1.0),
+        lambda m: m["versions"].update(torch="1.0"),
+        lambda m: m.update(more=True),
+        lambda m: m.update(seal="0" * 64),
+        lambda m: m.update(seal=None),
+    ],
+    ids=["labels", "preprocess", "base", "accuracy", "versions", "more", "seal", "no seal"],
+)
+def test_what_changes_no_output_is_told_by_the_seal(copied: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    edit(change)(copied, False)
+    assert verify(copied) == Proof(False, [f"retrofit.json {CHANGED}"])
+    with pytest.raises(CheckpointError, match=CHANGED):
+        retrofit.load(copied)
 
 
 def test_several_wrong_files_are_all_named(copied: Path) -> None:
@@ -230,7 +280,7 @@ def test_what_retrofit_did_not_write_is_a_users_mistake(exported: Path, tmp_path
         (place / "retrofit.json").write_text('{"format": 1}')
     if kind == "bare":
         shutil.copytree(exported, place, dirs_exist_ok=True)
-        edit(lambda m: m.update(files={}))(place)
+        edit(lambda m: m.update(files={}))(place, True)
     with pytest.raises(RetrofitError, match="place"):
         verify(place)
 

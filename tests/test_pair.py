@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_study import QK_NORM, SIZES, TIMM_ARGS, content, recipe, write_hf, write_images, write_timm
+from tiny_study import QK_NORM, SIZES, content, recipe, write_hf, write_images, write_timm
 
 import retrofit
 from retrofit import pair
@@ -21,7 +22,7 @@ from retrofit.models import family_of
 from retrofit.pair import check_matched, describe_plan, run_pair
 from retrofit.qknorm import QKNorm
 from retrofit.recipe import dump, load_recipe, parse
-from retrofit.runfiles import read_json, read_jsonl
+from retrofit.runfiles import RunKey, read_json, read_jsonl, write_json, write_text
 from retrofit.surgery import insert_qk_norm
 
 DETERMINISTIC = (
@@ -99,7 +100,7 @@ def test_insertion_says_what_surgery_did(whole: Path, data: Path) -> None:
     """Against an insertion made here, on the same images."""
     study = recipe(data, **GRID)
     record = read_json(whole / "retrofit" / "insertion.json")
-    model = load_model("timm/test_vit", image_size=16, model_args=TIMM_ARGS, pretrained=False)
+    model = load_model(study.model.source, image_size=16)
     splits, preprocess = open_splits(study.data), family_of(model).preprocess(model)
 
     def pixels(images: Images) -> torch.Tensor:
@@ -218,11 +219,15 @@ def test_run_again_nothing_is_trained_and_no_file_changes(
     before = snapshot(run)
     monkeypatch.setattr(pair, "train_lockstep", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(pair, "insert_qk_norm", lambda *_, **__: pytest.fail("calibrated again"))
-    run_pair(recipe(data, **GRID), run, command=["retrofit", "pair", "it"])
-    after = snapshot(run)
-    assert {name: content for name, (content, _) in after.items()} == {n: c for n, (c, _) in before.items()}
-    untouched = {name for name in before if name not in ("run.json", "recipe.yaml")}
-    assert all(after[name] == before[name] for name in untouched)
+    run_pair(recipe(data, **GRID), run, command=["retrofit", "pair", "again"])
+    assert snapshot(run) == before  # run.json too, which tells how it was made
+
+
+def test_a_shard_without_a_run_writes_nothing(data: Path, tmp_path: Path) -> None:
+    run_pair(recipe(data), tmp_path / "run", shard=(2, 2))
+    assert snapshot(tmp_path / "run") == {}
+    run_pair(recipe(data), tmp_path / "run", shard=(1, 2))
+    assert "run.json" in snapshot(tmp_path / "run")
 
 
 @pytest.mark.parametrize("lost", [[0], [1], [2, 3, 5]])
@@ -289,21 +294,67 @@ def test_other_images_under_the_same_name_are_refused(data: Path, tmp_path: Path
     ("old", "new"), [('"ids": "', '"ids": "x'), ('"epoch": 0', '"epoch": 1'), ('"lr": 0.', '"lr": 9.')]
 )
 def test_arms_that_did_not_see_the_same_are_no_pair(run: Path, data: Path, old: str, new: str) -> None:
-    key = recipe(data, **GRID).plan()[3]
+    other, key = recipe(data, **GRID).plan()[2:4]
     path = run / key.folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     assert old in lines[1]
     path.write_text(lines[0] + lines[1].replace(old, new) + lines[2])
-    with pytest.raises(PairMismatch, match=rf"{key.folder} and baseline/.* differ .* at step 1; remove both"):
+    words = rf"^{other.folder} and {key.folder} differ in images, epoch or learning rate at step 1; remove both"
+    with pytest.raises(PairMismatch, match=words):
         run_pair(recipe(data, **GRID), run)
     (run / key.folder / "result.json").unlink()  # unfinished: not compared
     check_matched(run, recipe(data, **GRID).plan())
 
 
-def test_a_run_that_broke_off_matches_as_far_as_it_went(run: Path, data: Path) -> None:
-    path = run / recipe(data, **GRID).plan()[3].folder / "metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    check_matched(run, recipe(data, **GRID).plan())
+@pytest.mark.parametrize("rows", [0, 2, 4, "torn", "gone"])
+def test_a_finished_run_without_all_its_rows_is_no_pair(run: Path, data: Path, rows: int | str) -> None:
+    """As a disk that was full or a file that was cut leaves it: what is not there cannot be said to match."""
+    plan = recipe(data, **GRID).plan()
+    path = run / plan[3].folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    if rows == "gone":
+        path.unlink()
+    elif rows == "torn":
+        path.write_text("".join(lines)[:-9])
+    else:
+        path.write_text("".join((lines + lines)[: int(rows)]))
+    count = {"gone": 0, "torn": 2}.get(str(rows), rows)
+    words = f"^{plan[3].folder} has {count} rows of metrics for 3 steps; remove it and run again$"
+    with pytest.raises(PairMismatch, match=words):
+        run_pair(recipe(data, **GRID), run)
+    shutil.rmtree(path.parent)
+    run_pair(recipe(data, **GRID), run)  # what the message says is enough
+
+
+def arms_of(run: Path, **ids: tuple[str, int | None]) -> list[RunKey]:
+    """A folder of finished runs of four steps: for each arm a letter a row, its batch, and where it diverged."""
+    plan = [RunKey.of(arm, 1e-3, 0, "fp32") for arm in ids]
+    for key, (letters, ended) in zip(plan, ids.values(), strict=True):
+        rows = [{"step": i, "epoch": 0, "lr": 1e-3, "ids": letter} for i, letter in enumerate(letters)]
+        write_text(run / key.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_json(run / key.folder / "result.json", {"steps": 4, "diverged_at": ended})
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("ended", "letters"), [(None, "abcd"), (4, "abcd"), (3, "abcd"), (2, "abc"), (0, "a")], ids=str
+)
+def test_a_run_that_diverged_matches_as_far_as_it_went(tmp_path: Path, ended: int | None, letters: str) -> None:
+    """diverged_at is the last step that it took, or 4 where only evaluation showed it."""
+    check_matched(tmp_path, arms_of(tmp_path, baseline=("abcd", None), retrofit=(letters, ended)))
+    other = letters[:-1] + "x"
+    with pytest.raises(PairMismatch, match=rf"^baseline/.* and retrofit/.* at step {len(letters) - 1}; remove both"):
+        check_matched(tmp_path, arms_of(tmp_path, baseline=("abcd", None), retrofit=(other, ended)))
+    for wrong in (letters[:-1], letters + "e"):
+        with pytest.raises(PairMismatch, match=f"has {len(wrong)} rows of metrics for {len(letters)} steps"):
+            check_matched(tmp_path, arms_of(tmp_path, baseline=("abcd", None), retrofit=(wrong, ended)))
+
+
+def test_every_two_arms_are_compared_over_the_steps_that_both_took(tmp_path: Path) -> None:
+    """A baseline that broke off early hides no difference between the arms beside it."""
+    check_matched(tmp_path, arms_of(tmp_path, baseline=("ab", 1), one=("abcd", None), two=("abcd", None)))
+    with pytest.raises(PairMismatch, match=r"^one/lr0\.001-s0 and two/lr0\.001-s0 differ .* at step 3; remove both"):
+        check_matched(tmp_path, arms_of(tmp_path, baseline=("ab", 1), one=("abcd", None), two=("abcx", None)))
 
 
 def test_a_folder_of_somebody_else_is_refused_before_anything(data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,10 @@ def test_an_unknown_key_lists_the_keys_that_are_there() -> None:
         ({"arms": {"a": {"qk_norm": {"eps": -1}}}}, "arms.a.qk_norm: eps=-1"),
         ({"arms": {"a": {"qk_norm": {"layers": "all"}}}}, "arms.a.qk_norm.layers: "),
         ({"arms": {"a": {"qk_norm": {"bias": True, "gain": "none"}}}}, "arms.a.qk_norm: bias and zero_centered"),
+        (
+            {"model": {"timm": "x", "pretrained": False}, "arms": RETROFIT},
+            "arms.retrofit.init: match keeps what a checkpoint knows; without one, take ones",
+        ),
         ({"arms": ["a"]}, "arms: "),
         ({"train": "fast"}, "train: "),
         ({"model": 3}, "model: "),
@@ -152,6 +157,15 @@ def test_a_wrong_value_is_one_line_that_begins_with_its_path(content: Any, words
 def test_a_recipe_made_in_python_is_checked_too() -> None:
     with pytest.raises(RecipeError, match=r"train.lr: .*\n.*crop_scale"):
         Recipe(train=Train(lr=(1e-3, 1e-3)), data=Data(crop_scale=(1.0, 0.1)))
+
+
+def test_random_weights_take_a_norm_that_starts_as_published() -> None:
+    content = {"model": {"timm": "x", "pretrained": False}, "arms": RETROFIT}
+    arms = parse(content, ["arms.retrofit.init=ones"]).arms
+    assert arms == {"baseline": Arm(), "retrofit": Arm(qk_norm=QKNorm(), init="ones")}
+    assert parse(content, ["model.pretrained=true"]).arms["retrofit"].init == "match"
+    with pytest.raises(RecipeError, match=r"^arms\.retrofit\.init: .*\narms\.more\.init: "):
+        parse(content, ["arms.more={qk_norm: vit22b}"])
 
 
 # Overrides
@@ -267,6 +281,36 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path: Path, content: bytes, wo
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("train: {steps: 1}\ndata: {}\ntrain: {steps: 2}\n", "train"),
+        ("train:\n  lr: 1.0e-3\n  steps: 2\n  lr: 1.0e-4\n", "lr"),
+        ("arms:\n  baseline: {}\n  a: {qk_norm: qwen3}\n  a: {qk_norm: vit22b}\n", "a"),
+        ("model: {timm: x, model_args: {depth: 2, depth: 3}}\n", "depth"),
+    ],
+)
+def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, key: str) -> None:
+    """YAML itself lets the second one win."""
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=rf"\b{key} stands there twice$") as caught:
+        load_recipe(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_same_key_in_two_places_is_no_key_twice(tmp_path: Path) -> None:
+    """Nor is one that goes over a merged one, which YAML is meant for."""
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "arms:\n  baseline: {}\n  a: {qk_norm: &own {preset: qwen3, eps: 1.0e-3}}\n"
+        "  b: {qk_norm: &more {<<: *own, eps: 1.0e-4}}\n  c: {qk_norm: {<<: *more, gain: per_head}}\n"
+    )
+    eps = {name: arm.qk_norm.eps for name, arm in load_recipe(path).arms.items() if arm.qk_norm}
+    assert eps == {"a": 1e-3, "b": 1e-4, "c": 1e-4}
+
+
 # The plan
 
 
@@ -306,8 +350,17 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=5,
 )
+
+
+def valid(model: Model, arms: dict[str, Arm], **more: Any) -> Recipe:
+    """Random weights have nothing that `match` could keep."""
+    if not model.pretrained:
+        arms = {name: replace(arm, init="ones") if arm.qk_norm else arm for name, arm in arms.items()}
+    return Recipe(model=model, arms=arms, **more)
+
+
 RECIPES = st.builds(
-    Recipe,
+    valid,
     model=st.builds(Model, source=WORDS, model_args=st.dictionaries(WORDS, JSON, max_size=2), pretrained=st.booleans()),
     data=st.builds(
         Data,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,24 @@ def test_the_marker_leaves_before_the_other_files(tmp_path: Path, monkeypatch: p
     assert gone[0] == MARK
     assert sorted(gone[1:]) == sorted(names)
     assert files(out) == {MARK: "2"}
+
+
+def test_a_parent_that_cannot_be_written_is_a_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rights are refused by hand, since root has them everywhere."""
+    out = tmp_path / "out"
+    publish(out, {MARK: "1"})
+    asked: list[Path] = []
+
+    def refuse(*_: Any, dir: Path, **__: Any) -> str:
+        asked.append(Path(dir))
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", refuse)
+        with pytest.raises(RetrofitError, match=rf"^{tmp_path} cannot be written to: Permission denied$"):
+            publish(out, {MARK: "2"}, owned={MARK})
+    assert asked == [tmp_path]
+    assert files(tmp_path) == {f"out/{MARK}": "1"}
 
 
 def test_names_that_lead_elsewhere_are_never_ours(tmp_path: Path) -> None:

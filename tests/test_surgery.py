@@ -128,15 +128,20 @@ def test_a_second_surgery_is_refused(kind: str, images) -> None:
 
 
 def test_models_with_a_norm_of_their_own_are_refused(images) -> None:
-    refused(tiny_timm(qk_norm=True), r"QK-Norm of its own.*LayerNorm", QKNorm(), images)
+    own = r"it has QK-Norm of its own in 3 of 3 attention layers \(blocks\.0\.attn: LayerNorm\)$"
+    refused(tiny_timm(qk_norm=True), rf"^VisionTransformer cannot take QK-Norm: {own}", QKNorm(), images)
 
 
 def test_models_without_known_attention_are_refused(images) -> None:
     import timm
 
-    refused(nn.Linear(2, 2), "no attention with q and k", QKNorm(), images)
+    refused(nn.Linear(2, 2), "^Linear cannot take QK-Norm: it has no attention with q and k$", QKNorm(), images)
     swin = timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4, embed_dim=24, depths=(1, 1, 1, 1))
-    refused(swin, "WindowAttention is not supported", QKNorm(), images)
+    cosine = r"4 x WindowAttention: cosine attention already, which bounds it \(layers\.0\.blocks\.0\.attn, …\)$"
+    refused(swin, rf"^SwinTransformerV2 cannot take QK-Norm: {cosine}", QKNorm(), images)
+    beit = timm.create_model("beit_base_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)
+    later = r"1 x Attention: not supported yet \(blocks\.0\.attn\)$"
+    refused(beit, rf"^Beit cannot take QK-Norm: {later}", QKNorm(), images)
 
 
 @pytest.mark.parametrize("init", ["match"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_hf, tiny_timm
 from tiny_study import QK_NORM, TIMM_ARGS, content, write_images
 from torch import Tensor, nn
 
@@ -41,7 +43,8 @@ def study(data: Path, arms: dict[str, Any] | None = None, dropout: bool = False,
     if arms is not None:
         document["arms"] = arms
     if dropout:
-        document["model"]["model_args"] = {**TIMM_ARGS, "drop_path_rate": 0.3, "proj_drop_rate": 0.2}
+        more = {"drop_path_rate": 0.3, "proj_drop_rate": 0.2}
+        document["model"] = {"source": document["model"], "model_args": more}
     return parse(document)
 
 
@@ -90,7 +93,7 @@ def start(model: nn.Module, folder: Path, steps: int = 10, lr: float = 2e-3, **t
     ("steps", "warmup"), [(1, 0.1), (1, 1.0), (2, 1.0), (5, 1.0), (10, 0.0), (10, 0.3), (7, 0.5), (200, 0.1)]
 )
 def test_the_learning_rate_warms_up_from_above_0_and_ends_above_0(tmp_path: Path, steps: int, warmup: float) -> None:
-    arm = start(nn.Linear(2, 2), tmp_path, steps, warmup=warmup)
+    arm = start(tiny_timm(), tmp_path, steps, warmup=warmup)
     seen = []
     for step in range(steps):
         arm.schedule.step_update(step)
@@ -140,7 +143,7 @@ def test_training_is_adamw_as_written_by_hand(data: Path, tmp_path: Path, norm: 
     arms = {"one": {"qk_norm": norm, "init": "ones"}}
     recipe = study(data, arms, steps=8, warmup=0.3, weight_decay=0.2, label_smoothing=0.1, clip_grad=clip)
     run_pair(recipe, tmp_path / "run")
-    model = load_model("timm/test_vit", 4, image_size=16, model_args=TIMM_ARGS, pretrained=False)
+    model = load_model(recipe.model.source, 4, image_size=16)
     if norm:
         insert_qk_norm(model, QKNorm.preset("qwen3", gain="per_head"), init="ones")
     expected = list(by_hand(model, recipe, 8))
@@ -175,9 +178,35 @@ def test_weight_decay_spares_norms_gains_and_biases(tmp_path: Path, bias: bool) 
     assert sum(len(g["params"]) for g in arm.optimizer.param_groups) == len(names)
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ("ViT", ["cls_token"]),
+        ("DeiT", ["cls_token", "distillation_token"]),
+        ("Dinov2WithRegisters", ["cls_token", "mask_token", "register_tokens"]),
+    ],
+)
+def test_weight_decay_spares_tokens_and_position_embeddings_of_transformers(
+    tmp_path: Path, kind: str, tokens: list[str]
+) -> None:
+    model = tiny_hf(kind)
+    names = {id(p): name for name, p in model.named_parameters()}
+    arm = start(model, tmp_path, weight_decay=0.3)
+    decay = {names[id(p)]: g["weight_decay"] for g in arm.optimizer.param_groups for p in g["params"]}
+    assert decay.keys() == set(names.values())
+    embeddings = f"{model.base_model_prefix}.embeddings"
+    without = {f"{embeddings}.{name}" for name in (*tokens, "position_embeddings")}
+    assert without == {name for name, p in model.named_parameters() if p.ndim >= 2 and not decay[name]}
+    assert {decay[name] for name, p in model.named_parameters() if p.ndim < 2} == {0.0}
+    projections = [name for name in decay if re.search(r"\b[qkv]_proj\.weight$", name)]
+    assert len(projections) == 9
+    for name in (*projections, f"{embeddings}.patch_embeddings.projection.weight", "classifier.weight"):
+        assert decay[name] == 0.3, name
+
+
 def test_an_optimizer_that_timm_lacks_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match=r"train\.optimizer: adamx cannot be used"):
-        start(nn.Linear(2, 2), tmp_path, optimizer="adamx")
+        start(tiny_timm(), tmp_path, optimizer="adamx")
 
 
 # Arms do not touch each other
@@ -358,8 +387,7 @@ def test_one_arm_lost_leaves_the_one_beside_it_as_it_was(data: Path, tmp_path: P
     keys = recipe.plan()
     models = {}
     for key in keys:
-        model = load_model("timm/test_vit", 4, image_size=16, model_args=TIMM_ARGS, pretrained=False)
-        models[key] = (model, 0)
+        models[key] = (load_model(recipe.model.source, 4, image_size=16), 0)
     with torch.no_grad():
         models[keys[1]][0].head.bias[0] = math.nan
     splits, preprocess = open_splits(recipe.data), family_of(models[keys[0]][0]).preprocess(models[keys[0]][0])
