@@ -160,7 +160,8 @@ class _Tap(TorchFunctionMode):
             q, k = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*self._parts, strict=True))
             self._parts = []
         projected = (self._projected["q"], self._projected["k"]) if len(self._projected) == 2 else None
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        # Without torch functions: another probe around this one must not take the readers' own work for attention.
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
             for reader in self.readers:
                 reader(Reading(site, q, k, scale, bias, projected))
 
