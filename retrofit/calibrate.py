@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retrofit.models import Site
 from retrofit.norms import HeadNorm, logit_bound
-from retrofit.probes import AttentionStats
+from retrofit.probes import AttentionStats, gains_per_head
 from retrofit.qknorm import QKNorm
 from retrofit.tap import Reading
 
@@ -180,14 +180,10 @@ def describe(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> LayerCalib
     absmax = moments.stats.logit_absmax
     assert absmax is not None
 
-    def per_head(norm: HeadNorm) -> list[float]:
-        gains = norm.gain.double().view(-1, norm.head_dim).square().mean(-1).sqrt()
-        return [float(g) for g in gains.expand(norm.heads)]
-
     return LayerCalibration(
         site=moments.site.name,
-        gain_q=per_head(q_norm),
-        gain_k=per_head(k_norm),
+        gain_q=gains_per_head(q_norm),
+        gain_k=gains_per_head(k_norm),
         shift_share=float(1 - after / before.clamp_min(1e-30)),
         key_norm_cv_before=float(moments.k_cv(zero).mean()),
         key_norm_cv_after=float(moments.k_cv(shift).mean()),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.qknorm import PRESETS
+from retrofit.qknorm import PRESETS, QKNorm
 from retrofit.runfiles import dumps, read_json
 
 OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
@@ -69,25 +69,41 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _probe(args: argparse.Namespace) -> int:
+    import copy
+
     from retrofit.checkpoint import load_model
     from retrofit.data import eval_batches, open_images
-    from retrofit.models import evaluating, family_of, sites_of
+    from retrofit.models import evaluating, family_of
     from retrofit.probes import probe
+    from retrofit.surgery import insert_qk_norm, left_out, survey
 
     model = load_model(args.model, image_size=args.image_size)
-    family = family_of(model)
-    images = open_images(args.data, args.images)
+    family, images = family_of(model), open_images(args.data, args.images)
+
+    def batches() -> Any:
+        return (batch.pixels for batch in eval_batches(images, family.preprocess(model), 16))
+
     with evaluating(model), probe(model) as seen:
-        for batch in eval_batches(images, family.preprocess(model), 16):
-            family.forward(model, batch.pixels)
-    sites, skipped = sites_of(model)
+        for pixels in batches():
+            family.forward(model, pixels)
+    spec = QKNorm.preset("qwen3", gain="per_head")
+    found = survey(model, spec)
+    bounds = []
+    if found.refusal is None:
+        bounds = [layer.logit_bound for layer in insert_qk_norm(copy.deepcopy(model), spec, images=batches()).layers]
     document = {
         "model": args.model,
         "data": args.data,
         "images": len(images),
-        "sites": len(sites),
-        "skipped": skipped,
         "layers": seen.rows(),
+        "qk_norm": {
+            "formula": spec.describe(),
+            "sites": len(found.sites),
+            "skipped": found.skipped,
+            "left_out": left_out(found.skipped),
+            "refusal": found.refusal,
+            "largest_bound": max((b for b in bounds if b is not None), default=None),
+        },
     }
     if args.json:
         print(dumps(document, indent=2))

@@ -106,6 +106,13 @@ class HeadNorm(nn.Module):
             return scale
         return scale.clamp(max=math.log(self.spec.scale_max)).exp()
 
+    def by_head(self, x: Tensor) -> Tensor:
+        """x, laid out as this norm takes it, as [B, H, N, D]."""
+        if self.layout == "(BH)ND":
+            merged: Tensor = x.unflatten(0, (-1, self.heads))
+            return merged
+        return x.transpose(1, 2) if self.layout == "BNHD" else x
+
     def extra_repr(self) -> str:
         return f"{self.role}, heads={self.heads}, head_dim={self.head_dim}, {self.spec.describe()}"
 

@@ -20,37 +20,36 @@ diverge; ViT-22B saw over 50,000 before it had a norm."""
 
 def print_probe(document: Mapping[str, Any]) -> None:
     """The table of `retrofit probe`, layers down, and what it means."""
-    table = Table(
-        title=f"{document['model']} on {document['images']} images of {document['data']}",
-        title_justify="left",
-    )
-    for heading in (
-        "layer",
-        "q rms",
-        "k rms",
-        "common key",
-        "largest logit",
-        "bound",
-        "entropy",
-        "peaked rows",
-    ):
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
+    title = f"{document['model']} on {document['images']} images of {document['data']}"
+    table = Table(title=title, title_justify="left")
+    headings = ("layer", "q rms", "k rms", "common key", "largest logit", "bound", "entropy", "flags")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("layer", "flags") else "right", no_wrap=True)
     for row in document["layers"]:
         bound = row["logit_bound"]
         table.add_row(
             row["site"],
-            f"{row['q_rms']:.2f}",
-            f"{row['k_rms']:.2f}",
+            f"{row['q_rms']:.3g}",
+            f"{row['k_rms']:.3g}",
             f"{row['key_common_share']:.0%}",
-            f"{row['logit_absmax']:.1f}",
-            "none" if bound is None else f"{bound:.1f}",
+            f"{row['logit_absmax']:.4g}",
+            "none" if bound is None else f"{bound:.4g}",
             f"{row['entropy_share']:.0%}",
-            f"{row['peaked_rows']:.1%}",
+            flags(row),
         )
     console = Console(file=sys.stdout, width=min(100, Console(file=sys.stdout).width) if sys.stdout.isatty() else 100)
     console.print(table)
     for line in reading(document):
         console.print(line, highlight=False, markup=False)
+
+
+def flags(row: Mapping[str, Any]) -> str:
+    """What is out of the ordinary in a layer, in a word or two."""
+    words = [word for band, word in ((FAIL, "fail"), (WARN, "warn"), (WATCH, "watch")) if row["logit_absmax"] > band][
+        :1
+    ]
+    words += ["low entropy"] if row["low_entropy_heads"] else []
+    return ", ".join(words)
 
 
 def print_models(entries: Sequence[Entry]) -> None:
@@ -67,18 +66,38 @@ def print_models(entries: Sequence[Entry]) -> None:
 
 def reading(document: Mapping[str, Any]) -> list[str]:
     """What the figures of a probe say, against published bands; no more than they carry."""
-    worst = max(document["layers"], key=lambda row: row["logit_absmax"])
+    layers = document["layers"]
+    worst = max(layers, key=lambda row: row["logit_absmax"])
     largest = worst["logit_absmax"]
     bands = [
-        (FAIL, "every published run above 10,000 diverged (Wortsman et al. 2023)"),
+        (FAIL, "every published run above 10,000 diverged (Wortsman et al. 2023); ViT-22B saw over 50,000"),
         (WARN, "loss suffers from about 1,000 on (Wortsman et al. 2023)"),
         (WATCH, "Kimi K2 caps logits at 100; watch whether it grows in training"),
-        (0.0, "within what trains well"),
+        (0.0, "no published trouble starts there; what counts is whether it grows in training"),
     ]
     words = next(text for band, text in bands if largest >= band)
-    lines = [f"Largest |logit|: {largest:.1f} in {worst['site']}: {words}."]
-    lines += ["Entropy is a share of the logarithm of the visible keys. Low entropy alone is no fault."]
-    lines += [f"{s['name']}: {s['reason']}" for s in map(_plain, document["skipped"])]
+    lines = [f"Largest |logit|: {largest:.4g} in {worst['site']}: {words}."]
+    common = [row["site"] for row in layers if row["key_common_share"] > 0.5]
+    if common:
+        lines += [
+            f"In {len(common)} of {len(layers)} layers most key energy is common to all tokens (first: {common[0]}): "
+            "softmax does not see it, a norm does, so that calibration takes it off first."
+        ]
+    low = [row["site"] for row in layers if row["low_entropy_heads"]]
+    if low:
+        lines += [
+            f"{len(low)} of {len(layers)} layers have heads with entropy under 5 % of its largest (first: {low[0]}). "
+            "That alone is no fault: borders and matches need sharp attention."
+        ]
+    norm = document["qk_norm"]
+    if norm["refusal"] is not None:
+        lines += [f"QK-Norm cannot go in: {norm['refusal']}."]
+    else:
+        lines += [
+            f"QK-Norm can go into {norm['sites']} attention layers. {norm['formula']}, calibrated on these images, "
+            f"would hold every |logit| under {norm['largest_bound']:.4g}."
+        ]
+        lines += [f"Left out: {norm['left_out']}."] if norm["left_out"] else []
     return lines
 
 
@@ -96,7 +115,3 @@ def shock_lines(shocks: Mapping[str, Shock]) -> Iterable[str]:
         ]
         figures = ", ".join(parts) or "not measurable"
         yield f"start {init}, before any training, {shock.images} held-out images: {figures}"
-
-
-def _plain(skipped: Any) -> dict[str, str]:
-    return skipped if isinstance(skipped, dict) else {"name": skipped.name, "reason": skipped.reason}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,18 +25,21 @@ from accelerate.state import AcceleratorState
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from retrofit import runfiles
 from retrofit.checkpoint import save
-from retrofit.data import Batch, Images, Splits, eval_batches, keyed_rng, steps_per_epoch, train_batches
+from retrofit.data import Batch, Splits, keyed_rng, steps_per_epoch, train_batches
 from retrofit.errors import RetrofitError
-from retrofit.models import evaluating, family_of
+from retrofit.evaluate import predictions, score
+from retrofit.models import evaluating, family_of, sites_of
 from retrofit.models.preprocess import Preprocess
 from retrofit.probes import probe
 from retrofit.recipe import Recipe, Train
 from retrofit.runfiles import JsonLines, RunKey
 
-_EVAL_BATCH = 256
+_ROUNDING = 1.02
+"""How far above its bound a logit may come out in bfloat16."""
 
 
 def steps_of(train: Train, images: int) -> int:
@@ -65,6 +69,7 @@ class ArmRun:
     timings: JsonLines
     probes: JsonLines
     diverged_at: int | None = None
+    warned: bool = False
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -116,8 +121,12 @@ class ArmRun:
     def alive(self) -> bool:
         return self.diverged_at is None
 
-    def step(self, step: int, batch: Batch, train: Train) -> None:
-        """One optimizer step. A loss or a gradient that is not finite ends the run: it is a result."""
+    def step(self, step: int, batch: Batch, train: Train, layers: list[dict[str, Any]] | None = None) -> None:
+        """One optimizer step. A loss or a gradient that is not finite ends the run: it is a result.
+
+        Args:
+            layers: what attention did just before this step, where it was probed; written with what the step did to it.
+        """
         began = time.perf_counter()
         device = self.accelerator.device
         pixels, labels = batch.pixels.to(device), batch.labels.to(device)
@@ -131,6 +140,7 @@ class ArmRun:
         self.accelerator.unscale_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
+        before = self._projections() if layers is not None else []
         if train.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), train.clip_grad, norm)
         row = {
@@ -141,11 +151,16 @@ class ArmRun:
             "grad_norm": norm.item(),
             "ids": hashlib.sha256("\n".join(batch.ids).encode()).hexdigest()[:16],
         }
-        scaled = self.accelerator.scaler is not None  # fp16: the scaler skips a step whose gradients overflow
-        if not math.isfinite(row["loss"]) or not (scaled or math.isfinite(row["grad_norm"])):
+        scaler = self.accelerator.scaler  # fp16: it skips a step whose gradients overflow
+        if not math.isfinite(row["loss"]) or not (scaler is not None or math.isfinite(row["grad_norm"])):
             self.diverged_at = step
         else:
             self.optimizer.step()
+        if layers is not None:
+            for layer, (grad_norm, weights), now in zip(layers, before, self._projections(), strict=True):
+                layer["grad_norm"] = grad_norm
+                layer["update_ratio"] = _ratio(weights, now[1])
+            self._write_probe(step, layers, row)
         self.optimizer.zero_grad()
         self.losses.append(row["loss"])
         self.metrics.write(row)
@@ -153,12 +168,48 @@ class ArmRun:
         self.seconds += spent
         self.timings.write({"step": step, "seconds": round(spent, 6)})
 
-    def probe(self, step: int, images: Sequence[Tensor]) -> None:
-        """Reads attention on the fixed images, as the model computes it in training."""
+    def attention_now(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """What attention does on the fixed images, a row a layer, computed as in training."""
         with evaluating(self.model), probe(self.model) as seen:
             for batch in images:
                 family_of(self.model).forward(self.model, batch.to(self.accelerator.device))
-        self.probes.write({"step": step, "layers": seen.rows()})
+        rows = seen.rows()
+        for row in rows:
+            bound = row["logit_bound"]
+            if bound is not None and row["logit_absmax"] > bound * _ROUNDING and not self.warned:
+                self.warned = True
+                tqdm.write(
+                    f"{self.key.folder}: |logit| {row['logit_absmax']:.4g} in {row['site']} exceeds {bound:.4g}, the "
+                    "bound that its norm sets; please report this",
+                    file=sys.stderr,
+                )
+        return rows
+
+    def last_probe(self, steps: int, images: Sequence[Tensor]) -> None:
+        """What attention does after the last step."""
+        self._write_probe(steps, self.attention_now(images), {})
+
+    def _write_probe(self, step: int, layers: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
+        scaler = self.accelerator.scaler
+        row = {
+            "step": step,
+            "loss": metrics.get("loss"),
+            "lr": metrics.get("lr"),
+            "autocast": self.key.precision,
+            "loss_scale": None if scaler is None else scaler.get_scale(),
+            "layers": layers,
+        }
+        self.probes.write(row)
+
+    def _projections(self) -> list[tuple[float, list[Tensor]]]:
+        """For each site, the norm of its projections' gradient and a copy of their weights."""
+        found = []
+        for site in sites_of(self.model)[0]:
+            weights = site.projections
+            gradients = [w.grad for w in weights if w.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+            found.append((norm.item(), [w.detach().clone() for w in weights]))
+        return found
 
     def finish(self, recipe: Recipe, splits: Splits, preprocess: Preprocess, steps: int, added: int) -> None:
         """Evaluates, and writes predictions, weights and, last, result.json."""
@@ -166,7 +217,7 @@ class ArmRun:
         arrays: dict[str, Any] = {}
         if self.alive:
             for name, images in (("validation", splits.validation), ("test", splits.test)):
-                ids, labels, logits = _predictions(self.model, images, preprocess, self.accelerator.device)
+                ids, labels, logits = predictions(self.model, images, preprocess, self.accelerator.device)
                 arrays |= {f"{name}_ids": ids, f"{name}_labels": labels, f"{name}_logits": logits}
                 results[name] = score(logits, labels)
             if any(result["loss"] is None for result in results.values()):
@@ -230,8 +281,6 @@ def train_lockstep(
     steps = steps_of(train, len(splits.train))
     every = train.probe_every or max(1, steps // 10)
     arms = [ArmRun.start(key, model, train, steps, run_dir) for key, (model, _) in models.items()]
-    for arm in arms:
-        arm.probe(0, probe_images)
     batches = train_batches(
         splits.train,
         preprocess,
@@ -244,38 +293,19 @@ def train_lockstep(
     for step, batch in enumerate(batches):
         for arm in arms:
             if arm.alive:
-                arm.step(step, batch, train)
-                if (step + 1) % every == 0 or step + 1 == steps:
-                    arm.probe(step + 1, probe_images)
+                arm.step(step, batch, train, arm.attention_now(probe_images) if step % every == 0 else None)
             tick(f"{arm.key.folder} loss {arm.losses[-1]:.3f}")
     for arm in arms:
+        if arm.alive:
+            arm.last_probe(steps, probe_images)
         arm.finish(recipe, splits, preprocess, steps, models[arm.key][1])
 
 
-def score(logits: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Accuracy and mean cross-entropy in nats; the loss is None where a logit is not finite."""
-    with np.errstate(invalid="ignore"):  # infinity minus infinity: the loss is then None
-        shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    losses = np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(labels)), labels]
-    loss = float(losses.mean())
-    accuracy = float((logits.argmax(-1) == labels).mean())
-    return {"accuracy": accuracy, "loss": loss if math.isfinite(loss) else None, "images": len(labels)}
-
-
-def _predictions(
-    model: nn.Module, images: Images, preprocess: Preprocess, device: torch.device
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """ids [n], labels [n] and logits [n, K] of every image, in order."""
-    ids: list[str] = []
-    labels, logits = [], []
-    with evaluating(model):
-        for batch in eval_batches(images, preprocess, _EVAL_BATCH):
-            out = family_of(model).logits(model, batch.pixels.to(device))
-            assert out is not None
-            ids += batch.ids
-            labels.append(batch.labels.numpy())
-            logits.append(out.float().cpu().numpy())
-    return np.array(ids), np.concatenate(labels), np.concatenate(logits)
+def _ratio(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """|change of weights| / |weights|, over all of them together."""
+    changed = sum(float((a - b).double().square().sum()) for a, b in zip(after, before, strict=True))
+    size = sum(float(b.double().square().sum()) for b in before)
+    return math.sqrt(changed / size) if size else 0.0
 
 
 def _accelerator(precision: str) -> Accelerator:

@@ -70,6 +70,14 @@ class Site:
         return weight
 
     @property
+    def projections(self) -> list[nn.Parameter]:
+        """The weights that make q and k (and v, where one weight makes them all)."""
+        names = ("qkv", "qk", "q", "k", "kv", "q_proj", "k_proj", "query", "key", "in_proj")
+        layers = (getattr(self.module, name, None) for name in names)
+        weights = (layer.weight for layer in layers if isinstance(layer, nn.Module) and hasattr(layer, "weight"))
+        return [w for w in weights if isinstance(w, nn.Parameter)]
+
+    @property
     def norms(self) -> tuple[HeadNorm, HeadNorm] | None:
         """The norms that retrofit placed here, for q and k."""
         q, k = getattr(self.module, "q_norm", None), getattr(self.module, "k_norm", None)
