@@ -132,6 +132,34 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def number(value: Any) -> float | None:
+    """`value` where it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def count(value: Any) -> int | None:
+    """`value` where it is a whole number from 0, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def table(value: Any) -> Mapping[str, Any]:
+    """`value` where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def text(value: Any) -> str | None:
+    """A string or a finite number on one line, None where `value` is neither."""
+    shown = value if isinstance(value, str | int) else number(value)
+    return None if shown is None else " ".join(str(shown).split())
+
+
+def items(value: Any) -> list[Any]:
+    """`value` where it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
 class JsonLines:
     """A .jsonl file being written, a row a call, from its beginning."""
 

@@ -1,7 +1,7 @@
 """The comparison report: run folder -> report.json -> report.md and report.html, from files alone.
 
 read.py        what is in the folder, and what is missing or wrong there
-compare.py     pairs, their differences and verdicts; attention.py: what the probes saw
+compare.py     pairs, their differences and verdicts; attention.py: what the probes saw; trouble.py: where it started
 results.py     the document, which schema.json describes; verdict.py: what may be said
 text.py        the page, made once of blocks.py, with tables.py, definitions.py and words.py
 markdown.py    the page for a pull request

@@ -6,7 +6,6 @@ Nothing beyond this file meets a value of the wrong type: numbers are finite flo
 from __future__ import annotations
 
 import hashlib
-import math
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ import numpy as np
 
 from retrofit import runfiles
 from retrofit.errors import RetrofitError
-from retrofit.runfiles import RunKey
+from retrofit.runfiles import RunKey, count, items, number, table
 
 BASELINE = "baseline"
 Status = Literal["finished", "diverged", "unfinished", "missing", "damaged"]
@@ -96,34 +95,6 @@ class Study:
     faults: tuple[Fault, ...]
     classes: int
     """Number of classes K; a run that answers at random is right in 1/K."""
-
-
-def number(value: Any) -> float | None:
-    """`value` where it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def count(value: Any) -> int | None:
-    """`value` where it is a whole number from 0, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def table(value: Any) -> Mapping[str, Any]:
-    """`value` where it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def text(value: Any) -> str | None:
-    """A string or a finite number on one line, None where `value` is neither."""
-    shown = value if isinstance(value, str | int) else number(value)
-    return None if shown is None else " ".join(str(shown).split())
-
-
-def items(value: Any) -> list[Any]:
-    """`value` where it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
 
 
 def read_study(folder: Path) -> Study:

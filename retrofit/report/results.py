@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from retrofit import stats
-from retrofit.report import attention, compare
-from retrofit.report.read import BASELINE, Run, Study, count, items, number, read_study, table, text
+from retrofit.diagnose import Trained, diagnose
+from retrofit.report import attention, compare, trouble
+from retrofit.report.read import BASELINE, Run, Study, read_study
 from retrofit.report.verdict import verdict
-from retrofit.runfiles import plain
+from retrofit.runfiles import count, items, number, plain, table, text
 
 SCHEMA = "qknorm-retrofit/report/1"
 """Stands in every report.json, and marks it as one that retrofit wrote."""
@@ -35,6 +36,10 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     best = compare.best_rates(study)
     comparisons, unmatched = compare.comparisons(study, best)
     layers = attention.layers(study)
+    diagnosed = diagnose(
+        [Trained.read(Path(run_dir), run.key) for run in study.runs if run.counts],
+        {(b["precision"], b["arm"]): b["lr"] for b in best},
+    )
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "verdict": {},
@@ -47,6 +52,7 @@ def build_report(run_dir: Path) -> dict[str, Any]:
         "logits": attention.extremes(layers),
         "layers": layers,
         "traces": attention.traces(study),
+        "trouble": trouble.findings(diagnosed, study.arms),
         "curves": [_curve(run) for run in study.runs if run.loss],
         "cost": list(_cost(study)),
         "faults": [{"path": f.path, "reason": f.reason} for f in [*study.faults, *unmatched]],

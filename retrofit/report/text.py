@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from retrofit.report import tables
+from retrofit.report import tables, trouble
 from retrofit.report.blocks import Block, Figure, Listing, Page, Points, Prose, Section
 from retrofit.report.definitions import DEFINITIONS
 from retrofit.report.read import BASELINE
@@ -28,6 +28,7 @@ def page(document: Mapping[str, Any]) -> Page:
         _insertion(document),
         _losses(document),
         _attention(document),
+        trouble.section(document),
         _cost(document),
         _what_was_run(document),
         Section("method", "Definitions and sources", (Points(DEFINITIONS),)),
