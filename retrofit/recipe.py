@@ -279,12 +279,13 @@ def _read(source: str | Path) -> Mapping[str, Any]:
 class _OneOfEachKey(yaml.SafeLoader):
     """YAML, without its habit of letting the second of two equal keys win silently."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
-            raise yaml.constructor.ConstructorError(problem=f"{', '.join(twice)} stands there twice")
-        return super().construct_mapping(node, deep)
+            raise yaml.YAMLError(f"{', '.join(twice)} stands there twice, in line {node.start_mark.line + 1} or after")
+        return node
 
 
 _SETTING = re.compile(r"[^.=]+(\.[^.=]+)*=.*", re.DOTALL)

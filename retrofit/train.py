@@ -293,7 +293,11 @@ def train_lockstep(
     for step, batch in enumerate(batches):
         for arm in arms:
             if arm.alive:
-                arm.step(step, batch, train, arm.attention_now(probe_images) if step % every == 0 else None)
+                # More often at first, where the learning rate rises and order in time tells most.
+                due = step % every == 0 or (step < every and step % max(1, every // 4) == 0)
+                arm.step(step, batch, train, arm.attention_now(probe_images) if due else None)
+                if not (arm.alive or due):
+                    arm.last_probe(step, probe_images)
             tick(f"{arm.key.folder} loss {arm.losses[-1]:.3f}")
     for arm in arms:
         if arm.alive:

@@ -131,8 +131,8 @@ def test_probe_prints_one_json_document_and_nothing_else(
     model = model.format(place)
     assert main(["probe", model, "--data", str(place / "data"), "--images", "6", "--json"]) == 0
     document = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (document["model"], document["images"], document["sites"]) == (model, 6, 2)
-    assert document["skipped"] == []
+    assert (document["model"], document["images"], document["qk_norm"]["sites"]) == (model, 6, 2)
+    assert document["qk_norm"]["skipped"] == []
     assert len(document["layers"]) == 2
     for row in document["layers"]:
         assert row["logit_absmax"] > 0

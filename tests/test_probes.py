@@ -320,7 +320,7 @@ def test_an_error_inside_leaves_no_hooks(images) -> None:
 
 
 def test_nothing_seen_is_an_error() -> None:
-    with pytest.raises(ModelError, match=r"no attention was seen.*compiled"), probe(tiny_timm()):
+    with pytest.raises(ModelError, match="no attention was seen"), probe(tiny_timm()):
         pass
     with pytest.raises(ModelError, match="no attention that retrofit can read"), probe(nn.Linear(2, 2)):
         pass

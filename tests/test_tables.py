@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from retrofit.shock import Shock
-from retrofit.tables import print_probe, reading, shock_lines
+from retrofit.tables import flags, print_probe, reading, shock_lines
 
 ROW = {
     "site": "blocks.0.attn",
@@ -18,35 +18,65 @@ ROW = {
     "logit_absmax": 45.67,
     "logit_bound": None,
     "entropy_share": 0.789,
-    "peaked_rows": 0.0123,
+    "low_entropy_heads": 0.0,
+}
+QK_NORM = {
+    "formula": "RMSNorm over each head",
+    "sites": 2,
+    "skipped": [],
+    "left_out": "",
+    "refusal": None,
+    "largest_bound": 12.345,
 }
 
 
-def document(*largest: float, skipped: Any = ()) -> dict[str, Any]:
+def document(*largest: float, **norm: Any) -> dict[str, Any]:
     layers = [{**copy.deepcopy(ROW), "site": f"blocks.{i}.attn", "logit_absmax": v} for i, v in enumerate(largest)]
-    return {"model": "nano", "data": "[bold]x", "images": 8, "layers": layers, "skipped": list(skipped)}
+    return {"model": "nano", "data": "[bold]x", "images": 8, "layers": layers, "qk_norm": {**QK_NORM, **norm}}
 
 
 @pytest.mark.parametrize(
-    ("largest", "words"),
+    ("largest", "words", "flag"),
     [
-        (99.9, "within what trains well"),
-        (100.0, "Kimi K2 caps logits at 100"),
-        (1000.0, "loss suffers"),
-        (9999.9, "loss suffers"),
-        (10000.0, "diverged"),
+        (99.9, "no published trouble starts there", ""),
+        (100.1, "Kimi K2 caps logits at 100", "watch"),
+        (1000.1, "loss suffers", "warn"),
+        (9999.9, "loss suffers", "warn"),
+        (10000.1, "diverged", "fail"),
     ],
 )
-def test_the_largest_logit_of_all_layers_is_read_against_published_bands(largest: float, words: str) -> None:
-    first = reading(document(3.0, largest, 7.0))[0]
-    assert first.startswith(f"Largest |logit|: {largest:.1f} in blocks.1.attn: ")
+def test_the_largest_logit_of_all_layers_is_read_against_published_bands(largest: float, words: str, flag: str) -> None:
+    shown = document(3.0, largest, 7.0)
+    first = reading(shown)[0]
+    assert first.startswith(f"Largest |logit|: {largest:.4g} in blocks.1.attn: ")
     assert words in first
+    assert [flags(row) for row in shown["layers"]] == ["", flag, ""]
 
 
-def test_low_entropy_is_not_called_a_fault_and_skipped_modules_are_named() -> None:
-    lines = reading(document(3.0, skipped=[{"name": "pool", "reason": "it has one query"}]))
-    assert any("no fault" in line for line in lines)
-    assert lines[-1] == "pool: it has one query"
+def test_low_entropy_is_not_called_a_fault() -> None:
+    shown = document(3.0, 4.0)
+    assert not any("entropy" in line for line in reading(shown))
+    shown["layers"][1]["low_entropy_heads"] = 0.25
+    (line,) = [line for line in reading(shown) if "entropy" in line]
+    assert "1 of 2 layers" in line
+    assert "blocks.1.attn" in line
+    assert "no fault" in line
+    assert flags(shown["layers"][1]) == "low entropy"
+
+
+def test_a_common_part_of_the_keys_is_told_where_it_is_most_of_them() -> None:
+    shown = document(3.0, 4.0)
+    assert any("2 of 2 layers most key energy" in line for line in reading(shown))
+    for row in shown["layers"]:
+        row["key_common_share"] = 0.4
+    assert not any("key energy" in line for line in reading(shown))
+
+
+def test_it_says_what_qk_norm_would_do_or_why_not() -> None:
+    assert "2 attention layers" in reading(document(3.0))[-1]
+    assert "under 12.35" in reading(document(3.0))[-1]
+    assert reading(document(3.0, left_out="1 x pool"))[-1] == "Left out: 1 x pool."
+    assert reading(document(3.0, refusal="it has it"))[-1] == "QK-Norm cannot go in: it has it."
 
 
 def test_the_table_shows_every_layer_in_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,18 +85,11 @@ def test_the_table_shows_every_layer_in_100_columns(capsys: pytest.CaptureFixtur
     print_probe(shown)
     out = capsys.readouterr().out
     assert all(len(line) <= 100 for line in out.splitlines())
-    (first,) = [line for line in out.splitlines() if "blocks.0.attn" in line and "Largest" not in line]
-    assert [word for word in first.replace("│", " ").split() if word != "blocks.0.attn"] == [
-        "1.23",
-        "2.35",
-        "57%",
-        "45.7",
-        "none",
-        "79%",
-        "1.2%",
-    ]
-    (second,) = [line for line in out.splitlines() if "blocks.1.attn" in line]
-    assert "8.0" in second
+    (first,) = [line for line in out.splitlines() if "blocks.0.attn" in line and "│" in line]
+    words = [word for word in first.replace("│", " ").split() if word != "blocks.0.attn"]
+    assert words == ["1.23", "2.35", "57%", "45.67", "none", "79%"]
+    (second,) = [line for line in out.splitlines() if "blocks.1.attn" in line and "│" in line]
+    assert "8" in second
     assert "nano on 8 images of" in out
 
 

@@ -18,6 +18,7 @@ from tiny_study import QK_NORM, TIMM_ARGS, content, write_images
 from torch import Tensor, nn
 
 import retrofit
+from retrofit import evaluate
 from retrofit import train as training
 from retrofit.checkpoint import load_model
 from retrofit.data import eval_batches, open_splits, train_batches
@@ -292,7 +293,7 @@ def test_attention_is_unfused_where_that_is_faster(tmp_path: Path) -> None:
 def test_probes_are_at_the_first_and_the_last_step(run: Path) -> None:
     for arm, bounded in (("baseline", False), ("retrofit", True)):
         rows = read_jsonl(place(run, arm) / "probes.jsonl")
-        assert [row["step"] for row in rows] == [0, 4, 6]
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 6]  # every 4 steps, more often at first, and at the end
         for row in rows:
             assert [layer["site"] for layer in row["layers"]] == ["blocks.0.attn", "blocks.1.attn"]
             assert all((layer["logit_bound"] is not None) == bounded for layer in row["layers"])
@@ -323,7 +324,7 @@ def test_every_image_counts_once_and_the_files_agree(run: Path, data: Path, monk
 def test_an_odd_last_batch_counts_once_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = study(data, {"baseline": {}}, steps=1)
     run_pair(recipe, tmp_path / "whole")
-    monkeypatch.setattr(training, "_EVAL_BATCH", 7)
+    monkeypatch.setattr(evaluate, "_BATCH", 7)
     run_pair(recipe, tmp_path / "odd")
     whole, odd = (np.load(place(tmp_path / name, "baseline") / "predictions.npz") for name in ("whole", "odd"))
     assert odd["test_ids"].tolist() == whole["test_ids"].tolist()
@@ -405,14 +406,14 @@ def test_one_arm_lost_leaves_the_one_beside_it_as_it_was(data: Path, tmp_path: P
 def test_weights_that_only_evaluation_shows_to_be_lost(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
 ) -> None:
-    predictions = training._predictions
+    predictions = training.predictions
     count = {"validation": 12, "test": 20}[split]
 
     def lost(*given: Any) -> Any:
         ids, labels, logits = predictions(*given)
         return ids, labels, logits * (np.nan if len(ids) == count else 1)
 
-    monkeypatch.setattr(training, "_predictions", lost)
+    monkeypatch.setattr(training, "predictions", lost)
     run_pair(study(data, {"baseline": {}}, steps=2), tmp_path / "run")
     result = read_json(place(tmp_path / "run", "baseline") / "result.json")
     assert (result["status"], result["diverged_at"]) == ("diverged", 2)

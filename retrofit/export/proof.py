@@ -5,6 +5,7 @@ The folder carries a few images and what the model said of them; verifying loads
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+import retrofit
 from retrofit.checkpoint import MANIFEST, file_hash, load, read_manifest, seal
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.models import evaluating, family_of, sites_of
@@ -82,8 +84,14 @@ def verify(folder: Path) -> Proof:
 
 def prove_in_fresh_process(folder: Path) -> Proof:
     """`retrofit verify`, by a new interpreter."""
+    here = str(Path(retrofit.__file__).parents[1])  # the same code there as here, installed or not
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-m", "retrofit", "verify", str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "retrofit", "verify", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )
     findings = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     return Proof(done.returncode == 0, findings)
