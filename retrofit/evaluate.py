@@ -13,7 +13,7 @@ from retrofit.data import Images, eval_batches
 from retrofit.models import evaluating, family_of
 from retrofit.models.preprocess import Preprocess
 
-_BATCH = 256
+_BATCH = 64
 
 
 def score(logits: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, Any]:
