@@ -161,7 +161,7 @@ class LayerCalibration:
     gain_q: list[float]
     gain_k: list[float]
     shift_share: float
-    """Share of key energy that the shift takes away."""
+    """Share of key energy that the shift takes off; negative where the shifted keys are longer."""
     key_norm_cv_before: float
     """Coefficient of variation of |k| over tokens: what the norm erases, and so the predictor of shock."""
     key_norm_cv_after: float

@@ -23,7 +23,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import CheckpointError, ModelError, RetrofitError
-from retrofit.models import family_named, family_of, sites_of
+from retrofit.models import family_named, family_of, sites_of, unwrapped
 from retrofit.models.family import Request
 from retrofit.models.preprocess import Preprocess
 from retrofit.qknorm import QKNorm
@@ -58,6 +58,11 @@ def load_model(
 
     Raises ModelError, with what would work. The global random state stays as it is.
     """
+    for name, value in (("num_classes", num_classes), ("image_size", image_size)):
+        if value is not None and not (type(value) is int and value > 0):
+            raise ModelError(f"{name}={value!r} must be a whole number from 1 on, or None")
+    if not isinstance(source, str) or not isinstance(dtype, torch.dtype):
+        raise ModelError(f"{_SOURCES}; dtype is one of torch's, such as torch.float32")
     kind, _, name = source.partition("/") if source.startswith(("timm/", "hf/")) else source.partition(":")
     if source == "nano":
         library, name, local = "timm", str(files("retrofit.assets") / "nano"), True
@@ -113,6 +118,7 @@ def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> Ab
 
 def write_model(model: nn.Module, folder: Path, *, about: Mapping[str, Any] | None = None) -> None:
     """retrofit.safetensors and retrofit.json, which lists every file that lies in `folder` by its hash."""
+    model = unwrapped(model)
     family = family_of(model)
     spec = spec_of(model)
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}

@@ -6,6 +6,7 @@ Exit codes: 0 success; 2 a user's mistake; 3 checked, and the answer is no; 1 a 
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import retrofit
-from retrofit.errors import RetrofitError
+from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.qknorm import PRESETS, QKNorm
 from retrofit.runfiles import dumps, read_json
 
@@ -42,15 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return MISTAKE
+    except BrokenPipeError:
+        sys.stderr.close()
+        return OK
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM):
+            raise
+        print(f"retrofit: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return MISTAKE
     except KeyboardInterrupt:
         print(
             "retrofit: interrupted; what had finished is kept, and the same command goes on from there",
             file=sys.stderr,
         )
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        sys.stderr.close()
-        return OK
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -186,7 +192,9 @@ def _pair(args: argparse.Namespace) -> int:
         return OK
     from retrofit.pair import run_pair
 
-    run_pair(recipe, run_dir, shard=args.shard, force=args.force, command=["retrofit", *sys.argv[1:]])
+    if not run_pair(recipe, run_dir, shard=args.shard, force=args.force, command=["retrofit", *sys.argv[1:]]):
+        print(f"part {args.shard[0]} of {args.shard[1]} of this plan holds no pair: nothing to do")
+        return OK
     return _write_report(run_dir, args.force)
 
 
@@ -205,7 +213,13 @@ def _export(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from retrofit.export import verify
 
-    proof = verify(args.dir)
+    try:
+        proof = verify(args.dir)
+    except CheckpointError as error:
+        if not (args.dir / "retrofit.json").is_file():
+            raise
+        print(f"retrofit: {error}", file=sys.stderr)
+        return NO
     print("\n".join(proof.findings), file=sys.stdout if proof.ok else sys.stderr)
     return OK if proof.ok else NO
 
@@ -285,10 +299,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:

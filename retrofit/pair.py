@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
@@ -49,8 +50,8 @@ def run_pair(
     shard: tuple[int, int] = (1, 1),
     force: bool = False,
     command: list[str] | None = None,
-) -> None:
-    """Trains every run of the recipe's plan that `run_dir` does not hold yet.
+) -> bool:
+    """Trains every run of the recipe's plan that `run_dir` does not hold yet; False where the shard holds no run.
 
     Args:
         shard: (I, N) trains only the I-th of N parts, whole pairs together.
@@ -62,12 +63,15 @@ def run_pair(
         PairMismatch: where two arms of a pair did not see the same images in the same order.
         RetrofitError: for a model, data set or precision that cannot be had.
     """
+    mine = _part(recipe.plan(), shard)
+    if not mine:
+        return False
     _check_machine(recipe)
     runfiles.check_free(run_dir, runfiles.MANIFEST, force)
     _check_same(recipe, run_dir)
     study = _open(recipe, run_dir)
     runfiles.claim(run_dir, runfiles.MANIFEST, force)
-    missing = [key for key in _part(recipe.plan(), shard) if not (run_dir / key.folder / runfiles.RESULT).is_file()]
+    missing = [key for key in mine if not (run_dir / key.folder / runfiles.RESULT).is_file()]
     manifest = _manifest(study, command or [])
     if missing:
         write_text(run_dir / runfiles.RECIPE, dump(recipe))
@@ -75,6 +79,7 @@ def run_pair(
         insertions = {name: _insert(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
         _train(study, missing, insertions)
     check_matched(run_dir, recipe.plan())
+    return True
 
 
 def describe_plan(recipe: Recipe) -> str:
@@ -188,7 +193,10 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
                 if key.arm in insertions:
                     insert_same(model, insertions[key.arm])
                 models[key] = (model, _size(model) - before)
-            train_lockstep(recipe, models, study.splits, study.preprocess, probe_images, study.run_dir, tick)
+            with ExitStack() as locks:
+                for key in models:
+                    locks.enter_context(runfiles.locked(study.run_dir / key.folder))
+                train_lockstep(recipe, models, study.splits, study.preprocess, probe_images, study.run_dir, tick)
 
 
 def _with_head(study: Study, seed: int) -> nn.Module:

@@ -67,6 +67,9 @@ class QKNorm:
             value = getattr(self, name)
             if value not in get_args(kind):
                 raise RetrofitError(f"{name}={value!r} is not one of {', '.join(get_args(kind))}")
+        for name in ("bias", "zero_centered", "pools"):
+            if not isinstance(getattr(self, name), bool):
+                raise RetrofitError(f"{name}={getattr(self, name)!r} must be true or false")
         if not (isinstance(self.eps, int | float) and math.isfinite(self.eps) and self.eps > 0):
             raise RetrofitError(f"eps={self.eps!r} must be a positive number, 1e-6 for most models")
         if self.gain == "none" and (self.bias or self.zero_centered):

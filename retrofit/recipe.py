@@ -47,7 +47,7 @@ def _as_qk_norm(value: Any) -> Any:
 Lrs = Annotated[tuple[Annotated[float, Field(gt=0, lt=float("inf"))], ...], BeforeValidator(_as_list)]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_as_list)]
 Precisions = Annotated[tuple[Precision, ...], BeforeValidator(_as_list)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Area = Annotated[float, Field(ge=0.01, le=1)]
 
@@ -105,7 +105,7 @@ class Data:
     crop_scale: tuple[Area, Area] = (0.35, 1.0)
     """Range of the random resized crop's area in training."""
     hflip: Share = 0.5
-    color_jitter: Annotated[float, Field(ge=0)] = 0.0
+    color_jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
     auto_augment: str | None = None
     """timm's policy string, such as rand-m9-mstd0.5."""
 
@@ -125,7 +125,7 @@ class Arm:
 class Train:
     __pydantic_config__ = _FORBID
 
-    epochs: Annotated[float, Field(gt=0)] = 10.0
+    epochs: Annotated[float, Field(gt=0, le=1e5)] = 10.0
     steps: Count | None = None
     """Number of optimizer steps, in place of epochs."""
     batch_size: Count = 64
@@ -143,7 +143,7 @@ class Train:
     clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the whole gradient. None: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes that decode images. The batches do not depend on it."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Kernel for every arm alike. auto: unfused for bf16 on a CPU, where it is twice as fast; elsewhere the model's."""

@@ -17,6 +17,7 @@ JSON here is strict: what is not finite is written as null, since NaN is not JSO
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -173,6 +174,24 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds `folder` for this process, so that no two write one run. Raises RetrofitError where another does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RetrofitError(
+                f"another process is training {folder}; wait for it, or give each a part of the plan: --shard I/N"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def claim(folder: Path, marker: str, force: bool = False) -> None:

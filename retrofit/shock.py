@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retrofit.models import evaluating, family_of, own_random_state
+from retrofit.models import FAMILIES, evaluating, own_random_state
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,21 @@ class Shock:
 
 def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Outputs:
     """The model's outputs on some images, in evaluation mode and float32."""
-    family = family_of(model)
+    family = next((f for f in FAMILIES if f.owns(model)), None)
     with evaluating(model), own_random_state(0):  # some models, such as MAE, draw what they look at
-        tokens = [family.tokens(model, b) for b in batches]
-        logits = [family.logits(model, b) for b in batches]
+        tokens = [family.tokens(model, b) if family else None for b in batches]
+        logits = [family.logits(model, b) if family else _as_logits(model(b)) for b in batches]
 
     def joined(parts: list[Tensor | None]) -> Tensor | None:
         there = [p.float() for p in parts if p is not None]
         return torch.cat(there) if there else None
 
-    return Outputs(joined(tokens), joined(logits), family.prefix_tokens(model))
+    return Outputs(joined(tokens), joined(logits), family.prefix_tokens(model) if family else 0)
+
+
+def _as_logits(output: object) -> Tensor | None:
+    """What a module of neither library returns, where it looks like logits."""
+    return output if isinstance(output, Tensor) and output.ndim == 2 else None
 
 
 def shock(original: Outputs, retrofitted: Outputs, images: int) -> Shock:

@@ -66,6 +66,8 @@ def insert_qk_norm(
         RetrofitError: before any change, where the model has no supported attention, has QK-Norm already, or where
             `match` has no images.
     """
+    if not isinstance(spec, QKNorm):
+        raise RetrofitError(f'spec must be a QKNorm, such as QKNorm.preset("qwen3"), not {spec!r}')
     if init not in get_args(Init):
         raise RetrofitError(f"init={init!r} is not one of {', '.join(get_args(Init))}")
     if init != "ones" and images is None:
@@ -215,8 +217,9 @@ def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None 
         "device": weight.device,
         "dtype": dtype,
     }
-    q_norm = HeadNorm(spec, "q", site.heads, site.head_dim, **common)
-    k_norm = HeadNorm(spec, "k", site.kv_heads, site.head_dim, shifted=shiftable(site, spec), **common)
+    with torch.inference_mode(False):  # parameters made in inference mode could never be trained
+        q_norm = HeadNorm(spec, "q", site.heads, site.head_dim, **common)
+        k_norm = HeadNorm(spec, "k", site.kv_heads, site.head_dim, shifted=shiftable(site, spec), **common)
     return q_norm.train(site.module.training), k_norm.train(site.module.training)
 
 
@@ -258,6 +261,8 @@ def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:
         if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not tensor.is_floating_point():
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RetrofitError(f"images must be preprocessed floating-point tensors [B, 3, H, W], not {shape}")
+        if not torch.isfinite(tensor).all():
+            raise RetrofitError("images hold values that are not finite (NaN or infinity)")
         for batch in tensor.split(_BATCH):
             if len(batch):
                 none = False

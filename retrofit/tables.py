@@ -108,7 +108,7 @@ def shock_lines(shocks: Mapping[str, Shock]) -> Iterable[str]:
             f"{name} {value:.3f}"
             for name, value in (
                 ("cosine of class tokens", shock.cosine_class),
-                ("of patch tokens", shock.cosine_patch),
+                ("cosine of patch tokens", shock.cosine_patch),
                 ("same top class", shock.top1_agreement),
             )
             if value is not None

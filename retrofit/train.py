@@ -92,6 +92,10 @@ class ArmRun:
             )
         except (ValueError, AssertionError, ImportError) as error:
             raise RetrofitError(f"train.optimizer: {train.optimizer} cannot be used: {error}") from None
+        if hasattr(optimizer, "set_hessian"):
+            raise RetrofitError(
+                f"train.optimizer: {train.optimizer} needs second derivatives, which are not computed here"
+            )
         warmup = min(int(train.warmup * steps), steps - 1)
         # From a first step above 0 to the peak, and from there to just above 0 at the last step.
         schedule = CosineLRScheduler(
@@ -152,10 +156,12 @@ class ArmRun:
             "ids": hashlib.sha256("\n".join(batch.ids).encode()).hexdigest()[:16],
         }
         scaler = self.accelerator.scaler  # fp16: it skips a step whose gradients overflow
-        if not math.isfinite(row["loss"]) or not (scaler is not None or math.isfinite(row["grad_norm"])):
+        if (
+            not math.isfinite(row["loss"])
+            or not (scaler is not None or math.isfinite(row["grad_norm"]))
+            or not self._updated()
+        ):
             self.diverged_at = step
-        else:
-            self.optimizer.step()
         if layers is not None:
             for layer, (grad_norm, weights), now in zip(layers, before, self._projections(), strict=True):
                 layer["grad_norm"] = grad_norm
@@ -167,6 +173,16 @@ class ArmRun:
         spent = time.perf_counter() - began
         self.seconds += spent
         self.timings.write({"step": step, "seconds": round(spent, 6)})
+
+    def _updated(self) -> bool:
+        """Steps the optimizer; False where the update does not fit into float32, as at absurd learning rates."""
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            if "overflow" in str(error):
+                return False
+            raise
+        return True
 
     def attention_now(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         """What attention does on the fixed images, a row a layer, computed as in training."""
@@ -231,12 +247,16 @@ class ArmRun:
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         if self.alive:
             about = {
+                "base": recipe.model.source,
+                "data": recipe.data.source,
                 "arm": self.key.arm,
                 "lr": self.key.lr,
                 "seed": self.key.seed,
                 "precision": self.key.precision,
+                "steps": steps,
+                **results,
             }
-            save(model, self.folder / runfiles.FINAL, about={**about, "base": recipe.model.source, **results})
+            save(model, self.folder / runfiles.FINAL, about=about)
         tail = self.losses[-max(1, len(self.losses) // 10) :]
         result = {
             "arm": self.key.arm,

@@ -103,7 +103,11 @@ def _choose(run_dir: Path, arm: str | None, seed: int | None, lr: float | None) 
             if result["status"] == "finished":
                 finished.append({**result, "folder": key["folder"]})
     if not finished:
-        raise RetrofitError(f"no run of arm {arm} in {run_dir} has finished; `retrofit pair` resumes it")
+        diverged = [
+            k["folder"] for k in plan if k["arm"] == arm and (run_dir / k["folder"] / runfiles.RESULT).is_file()
+        ]
+        why = "every one that ended diverged" if diverged else "`retrofit pair` goes on with them"
+        raise RetrofitError(f"no run of arm {arm} in {run_dir} has finished: {why}")
     runs = Counter(r["lr"] for r in finished)
     lrs = [rate for rate, count in runs.items() if count == max(runs.values())]  # a rate half diverged is no best one
 

@@ -22,6 +22,7 @@ __all__ = [
     "family_of",
     "own_random_state",
     "sites_of",
+    "unwrapped",
 ]
 
 FAMILIES: tuple[Family, ...] = (TimmWrapperFamily(), TransformersFamily(), TimmFamily())
@@ -31,6 +32,17 @@ ATTENTION_CLASSES: tuple[AttentionClass, ...] = (*TransformersFamily.attention, 
 """Every known attention class, whatever model it stands in."""
 
 _OTHERS = {path: reason for f in FAMILIES for path, reason in f.others.items()}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's, DataParallel's or DistributedDataParallel's wrapper."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def family_of(model: nn.Module) -> Family:

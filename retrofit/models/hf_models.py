@@ -151,7 +151,7 @@ class TransformersFamily(Family):
         known = getattr(model, "retrofit_preprocess", None)
         if isinstance(known, Preprocess):
             return known
-        size = model.config.image_size
+        size = getattr(model.config, "image_size", None)
         request = Request(source=model.name_or_path, name=model.name_or_path, image_size=None)
         return _preprocess_of(request, model.config) if request.name else _preprocess_from({}, size)
 
@@ -230,6 +230,10 @@ class TimmWrapperFamily(TransformersFamily):
     def no_weight_decay(self, model: Any) -> set[str]:
         return {f"timm_model.{name}" for name in self._timm.no_weight_decay(model.timm_model)}
 
+    def preprocess(self, model: Any) -> Preprocess:
+        known = getattr(model, "retrofit_preprocess", None)
+        return known if isinstance(known, Preprocess) else self._timm.preprocess(model.timm_model)
+
     def unfuse(self, model: Any) -> None:
         self._timm.unfuse(model.timm_model)
 
@@ -254,7 +258,7 @@ def _preprocess_of(request: Request, config: Any) -> Preprocess:
         content, _ = BaseImageProcessor.get_image_processor_dict(request.name)
     except OSError:
         content = {}
-    return _preprocess_from(content, config.image_size, request.image_size)
+    return _preprocess_from(content, getattr(config, "image_size", None), request.image_size)
 
 
 def _preprocess_from(content: Mapping[str, Any], model_size: Any, asked: int | None = None) -> Preprocess:

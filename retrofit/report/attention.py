@@ -48,7 +48,7 @@ def layers(study: Study) -> list[dict[str, Any]]:
                     "site": site,
                     "logit_absmax_before": _over(first, lambda x: x.logit_absmax, max),
                     "logit_absmax_after": _over(last, lambda x: x.logit_absmax, max),
-                    "logit_absmax_ever": _over(ever, lambda x: x.logit_absmax, max),
+                    "logit_absmax_ever": _over(ever, lambda x: x.logit_absmax, max, whole=True),
                     "logit_bound_after": _over(last, lambda x: x.logit_bound, max),
                     "entropy_share_before": _over(first, lambda x: x.entropy_share, _mean),
                     "entropy_share_after": _over(last, lambda x: x.entropy_share, _mean),
@@ -70,6 +70,8 @@ def extremes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             )
             for name in ("before", "after", "ever")
         }
+        if any(r["logit_absmax_ever"] is None for r in here):  # it left the finite numbers: no largest can be told
+            largest["ever"] = None
         result.append({"arm": place[1], "precision": place[0], "lr": place[2], **largest})
     return result
 
@@ -111,10 +113,14 @@ def _once(probes: Sequence[Probe]) -> Iterable[Probe]:
 
 
 def _over(
-    layers: Sequence[Layer], read: Callable[[Layer], float | None], join: Callable[[list[float]], float]
+    layers: Sequence[Layer],
+    read: Callable[[Layer], float | None],
+    join: Callable[[list[float]], float],
+    whole: bool = False,
 ) -> float | None:
+    """Over the layers that have the figure; None where none has, and, if `whole`, where one was not finite."""
     values = [v for layer in layers if (v := read(layer)) is not None]
-    return join(values) if values else None
+    return join(values) if values and not (whole and len(values) < len(layers)) else None
 
 
 def _mean(values: list[float]) -> float:

@@ -111,7 +111,7 @@ def read_study(folder: Path) -> Study:
     if not plan:
         if manifest:
             faults.append(Fault(runfiles.MANIFEST, "holds no plan; what lies in the folder is reported"))
-        plan = sorted(filter(None, (_key_on_disk(folder, name) for name in found)))
+        plan = sorted(filter(None, (_key_on_disk(folder, name, faults) for name in found)))
     if not plan:
         raise RetrofitError(
             f"{folder} holds no run.json with a plan and no finished run: there is nothing to report on"
@@ -145,9 +145,9 @@ def _key(entry: Mapping[str, Any]) -> RunKey | None:
     return replace(key, folder=entry["folder"]) if isinstance(entry.get("folder"), str) else key
 
 
-def _key_on_disk(folder: Path, name: str) -> RunKey | None:
+def _key_on_disk(folder: Path, name: str, faults: list[Fault]) -> RunKey | None:
     """The key of a run that no plan names, from its own result.json."""
-    result = _read_mapping(folder, f"{name}/{runfiles.RESULT}", [])
+    result = _read_mapping(folder, f"{name}/{runfiles.RESULT}", faults)
     return _key({**result, "folder": name})
 
 

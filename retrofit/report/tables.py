@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -201,7 +202,7 @@ def calibration(row: Mapping[str, Any]) -> Table:
     rows = tuple(
         (
             x["site"] or NONE,
-            accuracy(x["shift_share"]),
+            NONE if x["shift_share"] is None else fixed(math.sqrt(max(0.0, 1 - x["shift_share"])), 2),
             f"{number(x['key_norm_cv_before'], 2)} → {number(x['key_norm_cv_after'], 2)}",
             number(x["logit_absmax_before"]),
             number(x["logit_bound"]),
@@ -210,7 +211,7 @@ def calibration(row: Mapping[str, Any]) -> Table:
     )
     columns = (
         "Layer",
-        "Key energy in the shift",
+        "Key length after the shift",
         "Spread of key norms",
         "Largest logit before",
         "Bound after",

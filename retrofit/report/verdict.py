@@ -83,6 +83,12 @@ def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
             f"At their own best learning rates ({arm} {rate(c['lr'])}, {BASELINE} {rate(c['baseline_lr'])}) "
             f"the two arms have no seed in common yet."
         )
+    lost = c["diverged"]
+    if lost["arm"] == lost["baseline"] == c["pairs"]:
+        return (
+            f"Every run of {arm} and of {BASELINE} diverged, at the best of the tested learning rates too: nothing was "
+            f"evaluated, and what stands in the tables is chance."
+        )
     return (
         f"Each at its own best learning rate, chosen on validation, {arm} (at {rate(c['lr'])}) is right on "
         f"{accuracy(c['means']['arm']['accuracy'])} of the test images and {BASELINE} (at "
@@ -174,7 +180,11 @@ def _limits(document: Mapping[str, Any], pairs: int) -> list[str]:
             "weights, bias apart, no longer matters."
         )
     if left := study["runs_planned"] - study["runs_counted"]:
-        limits.append(f"Of {plural(study['runs_planned'], 'planned run')}, {left} have no result and are not counted.")
+        limits.append(
+            f"{left} of {plural(study['runs_planned'], 'planned run')} {'has' if left == 1 else 'have'} no result and "
+            f"{'is' if left == 1 else 'are'} not counted. A learning rate that lacks a run of an arm cannot be that "
+            "arm's best, so that the rates named best may change when it is there."
+        )
     if study["runs_counted"]:
         model, data = study["model"] or "name not known", study["data"] or "name not known"
         limits.append(
