@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import MAKERS, fresh_process, outputs_of, sharpen, tiny_hf, tiny_rope, tiny_timm
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from retrofit.checkpoint import MANIFEST, WEIGHTS, file_hash, load, load_model, save, seal
 from retrofit.errors import CheckpointError, ModelError, RetrofitError
@@ -384,3 +385,13 @@ def test_the_manifest_is_strict_json_and_names_every_file(saved: Path) -> None:
     assert not any(str(saved.parent) in line for line in (saved / MANIFEST).read_text().splitlines())
     with (saved / WEIGHTS).open("rb") as file:
         assert b'"format":"pt"' in file.read(4096)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel], ids=["compiled", "parallel"]
+)
+def test_a_wrapped_model_is_saved_as_what_it_wraps(wrap, tmp_path: Path, images) -> None:
+    model = tiny_timm()
+    insert_qk_norm(model, QKNorm(gain="per_head"), init="ones")
+    save(wrap(model), tmp_path / "saved")
+    assert torch.equal(outputs_of(load(tmp_path / "saved"), images), outputs_of(model, images))

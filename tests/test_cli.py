@@ -270,7 +270,7 @@ def test_a_foreign_output_is_refused_before_the_work(
         ("pair nano --shard 3/2", "'3/2' is not I/N"),
         ("pair nano --shard 0/2", "is not I/N"),
         ("pair nano --sharp 1/2", "unrecognized arguments: --sharp"),
-        ("probe nano --images 0", "must be at least 1"),
+        ("probe nano --images 0", "not a whole number from 1 on"),
         ("probe nano --images few", "few"),
         ("probe nano key=value", "unrecognized arguments: key=value"),
         ("apply nano", "-o"),

@@ -351,7 +351,7 @@ def test_what_is_not_there_lists_what_is(tmp_path: Path, chosen: Callable[..., s
         ({"seed": 7}, r"no finished run with .* seed 7; there are: lr 0.001 seed 0, lr 0.003 seed 0, lr 0.001 seed 1$"),
         ({"lr": 0.1}, r"no finished run with lr 0.1 .*; there are: lr 0.001 seed 0"),
         ({"lr": 0.003, "seed": 1}, r"no finished run with lr 0.003 and seed 1; there are"),
-        ({"arm": "baseline"}, r"no run of arm baseline in .* has finished; `retrofit pair` resumes it"),
+        ({"arm": "baseline"}, r"no run of arm baseline in .* has finished: `retrofit pair` goes on with them"),
     ):
         with pytest.raises(RetrofitError, match=words):
             chosen(run, **given)

@@ -429,3 +429,15 @@ def test_dinov2_in_both_layouts_keeps_its_attention_and_trains(tmp_path: Path, l
     assert record["qk_norm"]["gain"] == QK_NORM["gain"]
     shock = {init: s["cosine_tokens"]["patch"] for init, s in record["shock"].items()}
     assert shock["match"] > 0.9 > shock["ones"] + 0.1
+
+
+def test_a_shard_without_a_pair_is_no_failure(data: Path, tmp_path: Path) -> None:
+    assert not run_pair(recipe(data), tmp_path / "run", shard=(2, 2))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rate_whose_update_overflows_is_a_divergence(data: Path, tmp_path: Path) -> None:
+    assert run_pair(recipe(data, lr=1e38), tmp_path / "run")
+    for arm in ("baseline", "retrofit"):
+        result = read_json(tmp_path / "run" / arm / "lr1e+38-s0" / "result.json")
+        assert result["status"] == "diverged"

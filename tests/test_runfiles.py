@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from retrofit import runfiles
 from retrofit.errors import RetrofitError
 from retrofit.runfiles import (
     JsonLines,
@@ -329,3 +330,13 @@ def test_names_that_lead_elsewhere_are_never_ours(tmp_path: Path) -> None:
     publish(out, {MARK: "1"})
     publish(out, {MARK: "2"}, owned={"../precious", str(tmp_path / "precious")})
     assert files(tmp_path) == {"precious": "mine", f"out/{MARK}": "2"}
+
+
+def test_a_folder_is_locked_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    refused = pytest.raises(RetrofitError, match="another process is training")
+    with runfiles.locked(folder), refused, runfiles.locked(folder):
+        raise AssertionError("must not get here")
+    with runfiles.locked(folder):
+        pass
+    assert list(folder.iterdir()) == []

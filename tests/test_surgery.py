@@ -407,3 +407,31 @@ def test_weight_decay_spares_every_new_parameter(kind: str, images) -> None:
         decayed = [g for g in param_groups_weight_decay(model, 0.05) if g["weight_decay"] > 0]
         assert len(decayed) == 1
         assert not new & {id(p) for p in decayed[0]["params"]}, name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("use", ["images", "held_out"])
+def test_images_that_are_not_finite_are_refused(images, value: float, use: str) -> None:
+    broken = images.clone()
+    broken[0, 0, 0, 0] = value
+    given = {"images": images, "held_out": images, use: broken}
+    refused(tiny_timm(), "not finite", QKNorm(), error=RetrofitError, **given)
+
+
+def test_a_name_in_place_of_a_formula_is_told_how_to_write_it(images) -> None:
+    refused(tiny_timm(), r"QKNorm\.preset", "qwen3", images, error=RetrofitError)
+
+
+def test_shock_of_a_wrapper_is_that_of_what_it_returns(images) -> None:
+    model = nn.Sequential(sharpen(tiny_timm()))
+    shock = insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images).shock["match"]
+    assert shock.cosine_patch is None
+    assert 0 <= shock.kl < 10
+
+
+def test_norms_made_in_inference_mode_can_be_trained(images) -> None:
+    model = tiny_timm()
+    with torch.inference_mode():
+        insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images)
+    model(images).sum().backward()
+    assert sites_of(model)[0][0].norms[0].weight.grad is not None

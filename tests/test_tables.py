@@ -100,7 +100,7 @@ def test_a_shock_is_told_with_what_was_measured() -> None:
     lines = list(shock_lines({"ones": whole, "match": part, "other": nothing}))
     start = "start {}, before any training, {} held-out images: "
     assert lines == [
-        start.format("ones", 12) + "cosine of class tokens 0.988, of patch tokens 0.500, same top class 0.250",
-        start.format("match", 12) + "of patch tokens 0.500",
+        start.format("ones", 12) + "cosine of class tokens 0.988, cosine of patch tokens 0.500, same top class 0.250",
+        start.format("match", 12) + "cosine of patch tokens 0.500",
         start.format("other", 3) + "not measurable",
     ]
