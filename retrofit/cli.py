@@ -79,9 +79,9 @@ def _probe(args: argparse.Namespace) -> int:
 
     from retrofit.checkpoint import load_model
     from retrofit.data import eval_batches, open_images
-    from retrofit.models import evaluating, family_of
+    from retrofit.models import evaluating, family_of, left_out
     from retrofit.probes import probe
-    from retrofit.surgery import insert_qk_norm, left_out, survey
+    from retrofit.surgery import insert_qk_norm, survey
 
     model = load_model(args.model, image_size=args.image_size)
     family, images = family_of(model), open_images(args.data, args.images)

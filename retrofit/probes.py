@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import ModelError
-from retrofit.models import FAMILIES, Site, sites_of
+from retrofit.models import FAMILIES, Site, left_out, sites_of
 from retrofit.norms import HeadNorm, logit_bound
 from retrofit.tap import Reading, tapped
 
@@ -242,9 +242,10 @@ def probe(
 
     Raises ModelError where the model has no supported attention or is compiled, or where nothing ran.
     """
-    sites, _ = sites_of(model)
+    sites, skipped = sites_of(model)
     if not sites:
-        raise ModelError(f"{type(model).__name__} has no attention that retrofit can read")
+        why = left_out(skipped) or "it has no attention with q and k"
+        raise ModelError(f"{type(model).__name__} has no attention that retrofit can read: {why}")
     if hasattr(model, "_orig_mod") or any(getattr(m, "_compiled_call_impl", None) for m in model.modules()):
         raise ModelError("a compiled model hides its attention; probe the model that was given to torch.compile")
     prefix = next((f.prefix_tokens(model) for f in FAMILIES if f.owns(model)), 0)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from retrofit.models import FAMILIES
-from retrofit.surgery import left_out, survey
+from retrofit.models import FAMILIES, left_out
+from retrofit.surgery import survey
 
 
 @dataclass(frozen=True)

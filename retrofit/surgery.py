@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from retrofit.calibrate import LayerCalibration, Moments, describe, match, shiftable
 from retrofit.errors import ModelError, RetrofitError
-from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, own_random_state, sites_of
+from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, left_out, own_random_state, sites_of
 from retrofit.norms import HeadNorm
 from retrofit.qknorm import QKNorm
 from retrofit.shock import Shock, outputs, shock
@@ -164,13 +163,6 @@ def survey(model: nn.Module, spec: QKNorm | None = None) -> Survey:
         skipped += [Skipped(s.name, "not in layers") for i, s in enumerate(sites) if i not in wanted]
         sites = [s for i, s in enumerate(sites) if i in wanted]
     return Survey(sites, skipped, refusal)
-
-
-def left_out(skipped: Sequence[Skipped]) -> str:
-    """The attention modules without a norm, counted by reason, with the first one's name."""
-    reasons = Counter(s.reason for s in skipped)
-    first = {s.reason: s.name for s in reversed(skipped)}
-    return "; ".join(f"{n} x {reason} ({first[reason]}{', …' if n > 1 else ''})" for reason, n in reasons.items())
 
 
 def _refusal(model: nn.Module, spec: QKNorm, sites: list[Site], skipped: list[Skipped]) -> str | None:

@@ -7,7 +7,7 @@ from torch import nn
 from retrofit.errors import ModelError
 from retrofit.models.family import Family, evaluating, own_random_state
 from retrofit.models.hf_models import TimmWrapperFamily, TransformersFamily
-from retrofit.models.site import AttentionClass, Site, Skipped, find_sites
+from retrofit.models.site import AttentionClass, Site, Skipped, find_sites, left_out
 from retrofit.models.timm_models import TimmFamily
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "evaluating",
     "family_named",
     "family_of",
+    "left_out",
     "own_random_state",
     "sites_of",
     "unwrapped",

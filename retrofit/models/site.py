@@ -7,6 +7,7 @@ is served by a subclass whose forward is the installed one with one line put in 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,6 +129,13 @@ class Skipped:
 
     name: str
     reason: str
+
+
+def left_out(skipped: Sequence[Skipped]) -> str:
+    """The attention modules without a norm, counted by reason, with the first one's name."""
+    reasons = Counter(s.reason for s in skipped)
+    first = {s.reason: s.name for s in reversed(skipped)}
+    return "; ".join(f"{n} x {reason} ({first[reason]}{', …' if n > 1 else ''})" for reason, n in reasons.items())
 
 
 def find_sites(
