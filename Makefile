@@ -5,8 +5,6 @@ ARGS   ?=
 RUN    ?= runs/$(basename $(notdir $(MODEL)))
 BIN    := .venv/bin
 READY  := .venv/.ready
-
-.DEFAULT_GOAL := help
 .PHONY: help setup retrofit pair checkpoint report test slow check bench clean
 
 help:  ## this list
