@@ -77,8 +77,10 @@ class ArmRun:
     def start(cls, key: RunKey, model: nn.Module, train: Train, steps: int, run_dir: Path) -> ArmRun:
         accelerator = _accelerator(key.precision)
         attention = attention_of(train, key.precision, accelerator.device)
-        if attention == "unfused":
-            family_of(model).unfuse(model)
+        if attention == "unfused" and not family_of(model).unfuse(model):
+            if train.attention == "unfused":
+                raise RetrofitError(f"train.attention: {type(model).__name__} cannot be switched to unfused; take auto")
+            attention = "fused"
         try:
             optimizer = create_optimizer_v2(
                 model,
@@ -229,6 +231,7 @@ class ArmRun:
 
     def finish(self, recipe: Recipe, splits: Splits, preprocess: Preprocess, steps: int, added: int) -> None:
         """Evaluates, and writes predictions, weights and, last, result.json."""
+        which = {name: getattr(self.key, name) for name in ("arm", "lr", "seed", "precision")}
         results: dict[str, Any] = {"validation": None, "test": None}
         arrays: dict[str, Any] = {}
         if self.alive:
@@ -249,20 +252,14 @@ class ArmRun:
             about = {
                 "base": recipe.model.source,
                 "data": recipe.data.source,
-                "arm": self.key.arm,
-                "lr": self.key.lr,
-                "seed": self.key.seed,
-                "precision": self.key.precision,
+                **which,
                 "steps": steps,
                 **results,
             }
             save(model, self.folder / runfiles.FINAL, about=about)
         tail = self.losses[-max(1, len(self.losses) // 10) :]
         result = {
-            "arm": self.key.arm,
-            "lr": self.key.lr,
-            "seed": self.key.seed,
-            "precision": self.key.precision,
+            **which,
             "status": "finished" if self.alive else "diverged",
             "diverged_at": self.diverged_at,
             "steps": steps,

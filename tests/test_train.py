@@ -16,6 +16,7 @@ import torch
 from conftest import tiny_hf, tiny_timm
 from tiny_study import QK_NORM, TIMM_ARGS, content, write_images
 from torch import Tensor, nn
+from zoo import ZOO
 
 import retrofit
 from retrofit import evaluate
@@ -418,3 +419,10 @@ def test_weights_that_only_evaluation_shows_to_be_lost(
     result = read_json(place(tmp_path / "run", "baseline") / "result.json")
     assert (result["status"], result["diverged_at"]) == ("diverged", 2)
     assert not (place(tmp_path / "run", "baseline") / "final").exists()
+
+
+def test_a_model_that_cannot_be_unfused_trains_fused(tmp_path: Path) -> None:
+    model, key = ZOO["hf_data2vec"].build(), RunKey.of("baseline", 1e-3, 0, "bf16")
+    assert ArmRun.start(key, model, Train(), 4, tmp_path).attention == "fused"
+    with pytest.raises(RetrofitError, match="cannot be switched to unfused"):
+        ArmRun.start(key, ZOO["hf_data2vec"].build(), Train(attention="unfused"), 4, tmp_path)

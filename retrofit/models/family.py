@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -108,8 +107,8 @@ class Family(ABC):
     def set_labels(self, model: nn.Module, labels: Sequence[str]) -> None: ...
 
     @abstractmethod
-    def unfuse(self, model: nn.Module) -> None:
-        """Computes attention by its formula instead of PyTorch's fused kernel."""
+    def unfuse(self, model: nn.Module) -> bool:
+        """Computes attention by its formula, not by PyTorch's fused kernel; False where the library cannot switch."""
 
 
 @contextmanager
@@ -143,9 +142,3 @@ def fresh_head(head: nn.Module, seed: int) -> None:
                 layer.weight.copy_(drawn)
                 if layer.bias is not None:
                     layer.bias.zero_()
-
-
-def weight_files(folder: str | Path) -> list[str]:
-    """The checkpoint files in a folder, for messages."""
-    endings = (".safetensors", ".bin", ".pth", ".pt")
-    return sorted(p.name for p in Path(folder).iterdir() if p.name.endswith(endings))

@@ -168,8 +168,10 @@ class TransformersFamily(Family):
             model.config.id2label = dict(enumerate(labels))
             model.config.label2id = {name: i for i, name in enumerate(labels)}
 
-    def unfuse(self, model: Any) -> None:
+    def unfuse(self, model: Any) -> bool:
+        # A class that chose its attention when built, such as data2vec-vision's, stays as it is without an error.
         model.set_attn_implementation("eager")
+        return bool(model.config._attn_implementation == "eager")
 
 
 def _from_defaults(cls: str, model_type: str) -> Any:
@@ -234,8 +236,8 @@ class TimmWrapperFamily(TransformersFamily):
         known = getattr(model, "retrofit_preprocess", None)
         return known if isinstance(known, Preprocess) else self._timm.preprocess(model.timm_model)
 
-    def unfuse(self, model: Any) -> None:
-        self._timm.unfuse(model.timm_model)
+    def unfuse(self, model: Any) -> bool:
+        return self._timm.unfuse(model.timm_model)
 
 
 @contextmanager

@@ -136,10 +136,11 @@ class TimmFamily(Family):
     def set_labels(self, model: Any, labels: Sequence[str]) -> None:
         model.pretrained_cfg = {**model.pretrained_cfg, "label_names": list(labels) or None}
 
-    def unfuse(self, model: Any) -> None:
+    def unfuse(self, model: Any) -> bool:
         for module in model.modules():
             if hasattr(module, "fused_attn"):
                 module.fused_attn = False
+        return True
 
 
 def _known(name: str) -> str:
