@@ -137,6 +137,7 @@ def _worker(rank: int, path: str, kind: str) -> None:
             gain = gain.full_tensor() if hasattr(gain, "full_tensor") else gain
             assert not torch.equal(gain, torch.ones_like(gain))
     Path(path, f"{kind}-{rank}").touch()
+    dist.barrier()  # a process that leaves first aborts the other in gloo
     dist.destroy_process_group()
 
 
