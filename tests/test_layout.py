@@ -161,7 +161,6 @@ def test_nothing_else_stands_at_the_top_level() -> None:
 
 def test_files_stay_short() -> None:
     lines = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in FILES}
-    assert lines.pop("retrofit/recipe.py") <= 360  # most of it is the fields and what each means
     assert not {name: n for name, n in lines.items() if n > 340}
     assert len((ROOT / "Makefile").read_text().splitlines()) < 70
 

@@ -20,17 +20,18 @@ from zoo import ZOO
 
 import retrofit
 from retrofit import evaluate
-from retrofit import train as training
 from retrofit.checkpoint import load_model
 from retrofit.data import eval_batches, open_splits, train_batches
 from retrofit.errors import RetrofitError
+from retrofit.evaluate import score
 from retrofit.models import family_of
 from retrofit.pair import run_pair
 from retrofit.qknorm import QKNorm
 from retrofit.recipe import Recipe, Train, parse
 from retrofit.runfiles import RunKey, read_json, read_jsonl
 from retrofit.surgery import insert_qk_norm
-from retrofit.train import ArmRun, attention_of, score, steps_of, train_lockstep
+from retrofit.train import ArmRun, attention_of, steps_of, train_lockstep
+from retrofit.train import arm as training
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,4 @@
-"""One training loop over the arms of a pair, in lockstep: every batch is decoded once and given to each arm.
-
-Each arm has a model, an optimizer and an Accelerator of its own. Dropout and drop path are keyed by (seed, step), so
-that an arm's numbers do not depend on the others beside it.
-"""
+"""One arm's training run: its model, optimizer, schedule and Accelerator, what one step does, what it leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -29,7 +25,7 @@ from tqdm import tqdm
 
 from retrofit import runfiles
 from retrofit.checkpoint import save
-from retrofit.data import Batch, Splits, keyed_rng, steps_per_epoch, train_batches
+from retrofit.data import Batch, Splits, keyed_rng, steps_per_epoch
 from retrofit.errors import RetrofitError
 from retrofit.evaluate import predictions, score
 from retrofit.models import evaluating, family_of, sites_of
@@ -40,11 +36,6 @@ from retrofit.runfiles import JsonLines, RunKey
 
 _ROUNDING = 1.02
 """How far above its bound a logit may come out in bfloat16."""
-
-
-def steps_of(train: Train, images: int) -> int:
-    """Optimizer steps of a run."""
-    return train.steps or max(1, math.ceil(train.epochs * steps_per_epoch(images, train.batch_size)))
 
 
 def attention_of(train: Train, precision: str, device: torch.device) -> str:
@@ -275,51 +266,6 @@ class ArmRun:
             "seconds": round(self.seconds, 3),
         }
         runfiles.write_json(self.folder / runfiles.RESULT, result)
-
-
-def train_lockstep(
-    recipe: Recipe,
-    models: Mapping[RunKey, tuple[nn.Module, int]],
-    splits: Splits,
-    preprocess: Preprocess,
-    probe_images: Sequence[Tensor],
-    run_dir: Path,
-    tick: Callable[[str], None],
-) -> None:
-    """Trains the arms of one seed, learning rate and precision side by side, to the end of each.
-
-    Args:
-        models: for each run its model, ready to train, and how many parameters its norms added.
-        probe_images: fixed held-out batches on which attention is read.
-        tick: called after each step of each arm, with a word on how it goes.
-    """
-    train = recipe.train
-    seed = next(iter(models)).seed
-    steps = steps_of(train, len(splits.train))
-    every = train.probe_every or max(1, steps // 10)
-    arms = [ArmRun.start(key, model, train, steps, run_dir) for key, (model, _) in models.items()]
-    batches = train_batches(
-        splits.train,
-        preprocess,
-        recipe.data,
-        seed=seed,
-        batch_size=train.batch_size,
-        steps=steps,
-        workers=train.workers,
-    )
-    for step, batch in enumerate(batches):
-        for arm in arms:
-            if arm.alive:
-                # More often at first, where the learning rate rises and order in time tells most.
-                due = step % every == 0 or (step < every and step % max(1, every // 4) == 0)
-                arm.step(step, batch, train, arm.attention_now(probe_images) if due else None)
-                if not (arm.alive or due):
-                    arm.last_probe(step, probe_images)
-            tick(f"{arm.key.folder} loss {arm.losses[-1]:.3f}")
-    for arm in arms:
-        if arm.alive:
-            arm.last_probe(steps, probe_images)
-        arm.finish(recipe, splits, preprocess, steps, models[arm.key][1])
 
 
 def _ratio(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:

@@ -1,0 +1,10 @@
+"""Training: arms in lockstep.
+
+arm.py       one arm's run, step by step
+loop.py      the loop over the arms
+"""
+
+from retrofit.train.arm import ArmRun, attention_of
+from retrofit.train.loop import steps_of, train_lockstep
+
+__all__ = ["ArmRun", "attention_of", "steps_of", "train_lockstep"]
