@@ -243,7 +243,7 @@ def _check_same(recipe: Recipe, run_dir: Path) -> None:
     manifest = read_json(run_dir / runfiles.MANIFEST)
     earlier = _flat(manifest.get("recipe", {})) if isinstance(manifest, dict) else {}
     now = _flat(runfiles.plain(plain(recipe)))
-    free = {"train.workers"}
+    free = {"train.workers", "train.lockstep", "train.checkpoint_every"}
     differing = sorted(k for k in {*earlier, *now} - free if earlier.get(k) != now.get(k))
     if differing:
         shown = ", ".join(f"{k} ({earlier.get(k)} there, {now.get(k)} now)" for k in differing[:8])

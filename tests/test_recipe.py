@@ -70,7 +70,48 @@ def test_a_single_arm_needs_no_baseline() -> None:
     assert parse({"arms": {"tuned": {"qk_norm": "vit22b"}}}).plan()[0].arm == "tuned"
 
 
+def test_the_baselines_twin_stands_last_at_the_rates_that_are_named() -> None:
+    def arms(aa: Any) -> list[tuple[float, str]]:
+        return [(k.lr, k.arm) for k in parse({"arms": RETROFIT, "train": {"lr": [1e-3, 1e-2]}, "aa": aa}).plan()]
+
+    pairs = [[(lr, "baseline"), (lr, "retrofit")] for lr in (1e-3, 1e-2)]
+    assert arms(False) == [*pairs[0], *pairs[1]]
+    assert arms(True) == [*pairs[0], (1e-3, "aa"), *pairs[1], (1e-2, "aa")]
+    for named in (["1e-2"], 1e-2):
+        assert arms(named) == [*pairs[0], *pairs[1], (1e-2, "aa")]
+
+
+def test_an_arm_has_its_own_settings_only_where_the_recipe_says_unmatched() -> None:
+    arms = {"baseline": {}, "retrofit": {"qk_norm": "qwen3", "train": {"weight_decay": 0.0, "lr": "3e-3"}}}
+    study = parse({"arms": arms, "unmatched": ["weight_decay", "lr"], "train": {"lr": [1e-3, 3e-3]}})
+    assert study.train_of("retrofit") == replace(study.train, weight_decay=0.0, lr=(3e-3,))
+    assert study.train_of("baseline") == study.train
+    assert [k.folder for k in study.plan()] == ["baseline/lr0.001-s0", "baseline/lr0.003-s0", "retrofit/lr0.003-s0"]
+    assert parse(yaml.safe_load(dump(study))) == study
+    refused = faults({"arms": arms})
+    assert [line.partition(":")[0] for line in refused] == [f"arms.retrofit.train.{k}" for k in ("weight_decay", "lr")]
+    assert refused[0].endswith("arms differ in their norm alone, unless the recipe says unmatched: [weight_decay]")
+
+
 # What may not
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"arms": {"aa": {}, "baseline": {}}}, "arms.aa: this is the name of the baseline's twin"),
+        ({"arms": {"tuned": {}}, "aa": True}, "aa: a twin needs an arm called baseline"),
+        ({"aa": [0.5]}, "aa: 0.5 is not in train.lr"),
+        ({"aa": "maybe"}, "aa: true, false or some of train.lr is needed, not 'maybe'"),
+        ({"train": {"lockstep": "all"}}, "train.lockstep: auto, or a number of runs from 1 on"),
+        ({"train": {"lockstep": 0}}, "train.lockstep: auto, or a number of runs from 1 on"),
+        ({"arms": {"a": {"weight_decay": 0}}}, "arms.a.weight_decay: unknown key (keys: qk_norm, init"),
+        ({"arms": {"a": {"train": {"seeds": 1}}}, "unmatched": "seeds"}, "arms.a.train.seeds: an arm may have its own"),
+        ({"arms": {"a": {"train": {"warmup": 2}}}, "unmatched": "warmup"}, "arms.a.train.warmup: Input should be less"),
+    ],
+)
+def test_twins_and_settings_that_cannot_be(content: Any, words: str) -> None:
+    assert fault(content).startswith(words)
 
 
 def test_every_fault_comes_at_once_with_its_path_and_the_nearest_key() -> None:
@@ -109,7 +150,7 @@ def test_an_unknown_key_lists_the_keys_that_are_there() -> None:
     line = fault({"arms": {"a": {"qk_norm": {"zzz": 1}}}})
     assert line.startswith("arms.a.qk_norm.zzz: unknown key (keys: norm, axis, gain,")
     assert "preset" in line
-    assert "(keys: model, data, arms, train)" in fault({"zzz": None})
+    assert "(keys: model, data, arms, train, aa, unmatched)" in fault({"zzz": None})
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from retrofit.errors import RecipeError
 from retrofit.qknorm import QKNorm
 from retrofit.runfiles import RunKey
 
 BASELINE = "baseline"
+AA = "aa"
+"""The baseline's twin: the same run from weights that differ by a millionth, to show how far chance alone carries."""
 Precision = Literal["fp32", "bf16", "fp16"]
 Init = Literal["ones", "match"]
 
@@ -23,6 +25,22 @@ _FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 def _as_list(value: Any) -> Any:
     """`lr: 1e-3` and `lr: [1e-3]` mean the same."""
     return value if isinstance(value, list | tuple) else [value]
+
+
+def _as_twin(value: Any) -> Any:
+    """`true`, `false`, or learning rates."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return [float(v) for v in _as_list(value)]
+    except (TypeError, ValueError):
+        raise RecipeError(f"aa: true, false or some of train.lr is needed, not {value!r}") from None
+
+
+def _as_lockstep(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise RecipeError(f"train.lockstep: auto, or a number of runs from 1 on, is needed, not {value!r}")
+    return value
 
 
 def _as_qk_norm(value: Any) -> Any:
@@ -35,7 +53,8 @@ def _as_qk_norm(value: Any) -> Any:
     return value
 
 
-Lrs = Annotated[tuple[Annotated[float, Field(gt=0, lt=float("inf"))], ...], BeforeValidator(_as_list)]
+Lr = Annotated[float, Field(gt=0, lt=float("inf"))]
+Lrs = Annotated[tuple[Lr, ...], BeforeValidator(_as_list)]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_as_list)]
 Precisions = Annotated[tuple[Precision, ...], BeforeValidator(_as_list)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -110,6 +129,8 @@ class Arm:
     qk_norm: Annotated[QKNorm, BeforeValidator(_as_qk_norm)] | None = None
     init: Init = "match"
     """`match`: key shift and gains that hold the model's attention; `ones`: the paper's own start."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Keys of `train` that this arm has otherwise. Each must stand in the recipe's `unmatched`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +161,16 @@ class Train:
     """Kernel for every arm alike. auto: unfused for bf16 on a CPU, where it is twice as fast; elsewhere the model's."""
     probe_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two probes of attention. 0: about ten a run."""
+    on_nonfinite: Literal["end", "skip"] = "end"
+    """Where a loss or a gradient is not finite: the run ends, diverged; or the step is left out and counted."""
+    lockstep: Annotated[Literal["auto"] | int, BeforeValidator(_as_lockstep)] = "auto"
+    """How many runs of a seed train side by side, on batches decoded once. auto: all that memory holds. The results do
+    not depend on it."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two checkpoints to resume from. 0: so often that saving takes about 2 percent of the time."""
+
+    OWN: ClassVar = ("lr", "warmup", "optimizer", "weight_decay", "clip_grad", "label_smoothing")
+    """What an arm may have otherwise. The rest is how batches are made and runs are read: it is one for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +185,11 @@ class Recipe:
         default_factory=lambda: {BASELINE: Arm()}
     )
     train: Train = field(default_factory=Train)
+    aa: Annotated[bool | tuple[Lr, ...], BeforeValidator(_as_twin)] = False
+    """Trains the baseline's twin too, at every learning rate (true) or at those named."""
+    unmatched: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    """Keys of `train` in which arms may differ. Their difference is then no longer the norm's alone; the report says
+    so."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -178,16 +214,60 @@ class Recipe:
                 faults.append(f"arms.{name}.init: {arm.init} keeps what a checkpoint knows; without one, take ones")
         if self.data.crop_scale[0] > self.data.crop_scale[1]:
             faults.append("data.crop_scale: the smaller area comes first")
+        faults += self._unmatched_faults() + self._twin_faults()
         if faults:
             raise RecipeError("\n".join(faults))
 
+    def _unmatched_faults(self) -> list[str]:
+        faults = []
+        for name, arm in self.arms.items():
+            for key in arm.train:
+                path = f"arms.{name}.train.{key}"
+                if key not in Train.OWN:
+                    faults.append(f"{path}: an arm may have its own {', '.join(Train.OWN)}; the rest is one for all")
+                elif key not in self.unmatched:
+                    faults.append(f"{path}: arms differ in their norm alone, unless the recipe says unmatched: [{key}]")
+            try:
+                self.train_of(name)
+            except ValidationError as error:
+                faults += [f"arms.{name}.train.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        return faults
+
+    def _twin_faults(self) -> list[str]:
+        faults = []
+        if AA in self.arms:
+            faults.append(f"arms.{AA}: this is the name of the baseline's twin (aa: true); give the arm another")
+        if self.aa and BASELINE not in self.arms:
+            faults.append(f"aa: a twin needs an arm called {BASELINE}")
+        strange = [lr for lr in self.aa_rates if lr not in self.train.lr] if BASELINE in self.arms else []
+        if strange:
+            faults.append(f"aa: {', '.join(f'{lr:g}' for lr in strange)} is not in train.lr")
+        return faults
+
+    @property
+    def aa_rates(self) -> tuple[float, ...]:
+        """The learning rates at which the baseline has a twin."""
+        if isinstance(self.aa, bool):
+            return self.train_of(BASELINE).lr if self.aa else ()
+        return self.aa
+
+    def train_of(self, arm: str) -> Train:
+        """`train` as an arm of the plan has it; the twin's is the baseline's."""
+        own = self.arms[BASELINE if arm == AA else arm].train
+        if not own:
+            return self.train
+        same = {f.name: getattr(self.train, f.name) for f in fields(Train)}
+        return TypeAdapter(Train).validate_python({**same, **own})
+
     def plan(self) -> list[RunKey]:
-        """Every training run of the study, arms innermost, so that pairs stand together."""
+        """Every training run of the study, arms innermost, so that pairs stand together; the twin comes last."""
         several = len(self.train.precision) > 1
+        rates = {arm: self.train_of(arm).lr for arm in self.arms} | ({AA: self.aa_rates} if self.aa else {})
         return [
             RunKey.of(arm, lr, seed, precision, name_precision=several)
             for precision in self.train.precision
             for seed in self.train.seeds
-            for lr in self.train.lr
-            for arm in self.arms
+            for lr in dict.fromkeys(lr for lrs in rates.values() for lr in lrs)
+            for arm in rates
+            if lr in rates[arm]
         ]
