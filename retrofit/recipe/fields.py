@@ -17,6 +17,8 @@ BASELINE = "baseline"
 AA = "aa"
 """The baseline's twin: the same run from weights that differ by a millionth, to show how far chance alone carries."""
 Precision = Literal["fp32", "bf16", "fp16"]
+Freeze = Literal["none", "head_only", "attention_only", "norms_only"]
+Tracker = Literal["tensorboard", "trackio", "wandb"]
 Init = Literal["ones", "match"]
 
 _FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -41,6 +43,11 @@ def _as_lockstep(value: Any) -> Any:
     if value != "auto" and (type(value) is not int or value < 1):
         raise RecipeError(f"train.lockstep: auto, or a number of runs from 1 on, is needed, not {value!r}")
     return value
+
+
+def _as_backend(value: Any) -> Any:
+    """`compile: true` is torch.compile's own default."""
+    return {True: "inductor", False: None}[value] if isinstance(value, bool) else value
 
 
 def _as_qk_norm(value: Any) -> Any:
@@ -118,6 +125,8 @@ class Data:
     color_jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
     auto_augment: str | None = None
     """timm's policy string, such as rand-m9-mstd0.5."""
+    random_erasing: Share = 0.0
+    """Probability that a rectangle of an image becomes noise (Zhong et al. 2017)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,20 +156,47 @@ class Train:
     precision: Precisions = ("bf16",)
     """Autocast dtype. Weights stay in float32."""
     warmup: Share = 0.1
-    """Share of the steps over which the learning rate rises from 0; a cosine to 0 follows."""
+    """Share of the steps over which the learning rate rises from 0; the schedule follows."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Of the learning rate after warm-up, by optimizer step: to `min_lr` on a cosine or a line, or not at all."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
     optimizer: str = "adamw"
     """Any name that timm.optim.create_optimizer_v2 knows."""
+    optimizer_args: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the optimizer, such as {betas: [0.9, 0.95]} or {momentum: 0.9}."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     """Not applied to biases, norms, gains, scales and shifts."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor on the learning rate from a block to the one before it; the head has the whole rate. 1: all alike."""
+    freeze: Freeze = "none"
+    """What is trained beside the head: all, nothing, the attention modules, or the norm layers (QK-Norm among them)."""
     clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the whole gradient. None: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    mixup: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of mixup (Zhang et al. 2018). 0: none."""
+    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of CutMix (Yun et al. 2019). 0: none. Beside mixup, each takes half of the batches."""
+    mixup_prob: Share = 1.0
+    """Share of the batches that are mixed at all."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Rate of stochastic depth in the last block; it rises to it linearly from 0. None: the model's own."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, which is then evaluated and saved. None: none."""
+    accumulate: Count = 1
+    """Parts in which a batch is computed, to save memory. The step is that of the whole batch."""
+    grad_checkpointing: bool = False
+    """Computes activations a second time in the backward pass instead of keeping them."""
+    compile: Annotated[str | None, BeforeValidator(_as_backend)] = None
+    """Backend of torch.compile for every arm, such as inductor (which `true` means). None: not compiled."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes that decode images. The batches do not depend on it."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Kernel for every arm alike. auto: unfused for bf16 on a CPU, where it is twice as fast; elsewhere the model's."""
     probe_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two probes of attention. 0: about ten a run."""
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_as_list)] = ()
+    """Experiment trackers that each run is logged to as well, through accelerate."""
     on_nonfinite: Literal["end", "skip"] = "end"
     """Where a loss or a gradient is not finite: the run ends, diverged; or the step is left out and counted."""
     lockstep: Annotated[Literal["auto"] | int, BeforeValidator(_as_lockstep)] = "auto"
@@ -207,6 +243,8 @@ class Recipe:
                 faults.append(f"train.{key}: the same value stands there twice (to 6 digits)")
             if not values:
                 faults.append(f"train.{key}: at least one value is needed")
+        if any(lr < self.train.min_lr for lr in self.train.lr):
+            faults.append("train.min_lr: it lies above a learning rate of train.lr")
         if not self.arms:
             faults.append("arms: at least one is needed")
         for name, arm in self.arms.items():
