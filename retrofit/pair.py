@@ -281,6 +281,7 @@ def _manifest(study: Study, command: list[str]) -> dict[str, Any]:
             **versions(),
             "platform": platform.platform(),
             "device": _device_name(),
+            "cpu": _cpu_name(),
             "cpu_threads": torch.get_num_threads(),
         },
     }
@@ -289,3 +290,13 @@ def _manifest(study: Study, command: list[str]) -> dict[str, Any]:
 def _device_name() -> str:
     device = PartialState().device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _cpu_name() -> str:
+    """The processor's model, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

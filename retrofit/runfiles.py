@@ -44,6 +44,12 @@ PREDICTIONS = "predictions.npz"
 RESULT = "result.json"
 FINAL = "final"
 
+BASELINE = "baseline"
+"""The arm that every other is compared with."""
+AA = "aa"
+"""The baseline's twin: the same run from weights that differ by a millionth, to show how far chance alone carries.
+No arm to judge."""
+
 
 @dataclass(frozen=True, order=True)
 class RunKey:

@@ -150,7 +150,7 @@ def test_an_unknown_key_lists_the_keys_that_are_there() -> None:
     line = fault({"arms": {"a": {"qk_norm": {"zzz": 1}}}})
     assert line.startswith("arms.a.qk_norm.zzz: unknown key (keys: norm, axis, gain,")
     assert "preset" in line
-    assert "(keys: model, data, arms, train, aa, unmatched)" in fault({"zzz": None})
+    assert "(keys: model, data, arms, train, aa, unmatched, margin)" in fault({"zzz": None})
 
 
 @pytest.mark.parametrize(

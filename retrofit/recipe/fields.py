@@ -11,11 +11,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 
 from retrofit.errors import RecipeError
 from retrofit.qknorm import QKNorm
-from retrofit.runfiles import RunKey
+from retrofit.runfiles import AA, BASELINE, RunKey
 
-BASELINE = "baseline"
-AA = "aa"
-"""The baseline's twin: the same run from weights that differ by a millionth, to show how far chance alone carries."""
 Precision = Literal["fp32", "bf16", "fp16"]
 Freeze = Literal["none", "head_only", "attention_only", "norms_only"]
 Tracker = Literal["tensorboard", "trackio", "wandb"]
@@ -226,6 +223,9 @@ class Recipe:
     unmatched: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     """Keys of `train` in which arms may differ. Their difference is then no longer the norm's alone; the report says
     so."""
+    margin: Annotated[float, Field(gt=0, le=100)] = 0.5
+    """Points of test accuracy: arms shown to differ by less are called practically equal. Set before results are seen;
+    `retrofit report --margin` looks at another."""
 
     def __post_init__(self) -> None:
         faults = []

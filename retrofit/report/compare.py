@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from retrofit import stats
-from retrofit.report.read import BASELINE, Fault, Run, Study
+from retrofit.report.read import Fault, Run, Study
+from retrofit.runfiles import BASELINE
 
 Place = tuple[str, str, float]
 """(precision, arm, learning rate)."""

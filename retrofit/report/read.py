@@ -16,9 +16,8 @@ import numpy as np
 
 from retrofit import runfiles
 from retrofit.errors import RetrofitError
-from retrofit.runfiles import RunKey, count, items, number, table
+from retrofit.runfiles import BASELINE, RunKey, count, items, number, table
 
-BASELINE = "baseline"
 Status = Literal["finished", "diverged", "unfinished", "missing", "damaged"]
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from retrofit import stats
 from retrofit.diagnose import Trained, diagnose
 from retrofit.report import attention, compare, trouble
-from retrofit.report.read import BASELINE, Run, Study, read_study
+from retrofit.report.read import Run, Study, read_study
 from retrofit.report.verdict import verdict
-from retrofit.runfiles import count, items, number, plain, table, text
+from retrofit.runfiles import BASELINE, count, items, number, plain, table, text
 
 SCHEMA = "qknorm-retrofit/report/1"
 """Stands in every report.json, and marks it as one that retrofit wrote."""

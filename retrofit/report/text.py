@@ -8,8 +8,8 @@ from typing import Any
 from retrofit.report import tables, trouble
 from retrofit.report.blocks import Block, Figure, Listing, Page, Points, Prose, Section
 from retrofit.report.definitions import DEFINITIONS
-from retrofit.report.read import BASELINE
 from retrofit.report.words import NONE, accuracy, joined, listed, number, plural, points, rate
+from retrofit.runfiles import BASELINE
 
 
 def page(document: Mapping[str, Any]) -> Page:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrofit.report.read import BASELINE
 from retrofit.report.words import (
     accuracy,
     band,
@@ -17,6 +16,7 @@ from retrofit.report.words import (
     plural,
     rate,
 )
+from retrofit.runfiles import BASELINE
 from retrofit.stats import FIRM_PAIRS, MIN_PAIRS, sign_flip_floor
 
 _RISE = 1.5

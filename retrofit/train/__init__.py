@@ -2,6 +2,7 @@
 
 arm.py       one arm's run, step by step
 loop.py      the loop over the arms
+memory.py    what a step of one arm needs of memory
 """
 
 from retrofit.train.arm import ArmRun, attention_of

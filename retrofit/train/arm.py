@@ -33,6 +33,7 @@ from retrofit.models.preprocess import Preprocess
 from retrofit.probes import probe
 from retrofit.recipe import Recipe, Train
 from retrofit.runfiles import JsonLines, RunKey
+from retrofit.train.memory import StepMemory
 
 _ROUNDING = 1.02
 """How far above its bound a logit may come out in bfloat16."""
@@ -59,6 +60,7 @@ class ArmRun:
     metrics: JsonLines
     timings: JsonLines
     probes: JsonLines
+    memory: StepMemory
     diverged_at: int | None = None
     warned: bool = False
     losses: list[float] = field(default_factory=list)
@@ -112,6 +114,7 @@ class ArmRun:
             metrics=JsonLines(folder / runfiles.METRICS),
             timings=JsonLines(folder / runfiles.TIMINGS),
             probes=JsonLines(folder / runfiles.PROBES),
+            memory=StepMemory(accelerator.device),
         )
 
     @property
@@ -264,6 +267,8 @@ class ArmRun:
             "attention": self.attention,
             "device": self.accelerator.device.type,
             "seconds": round(self.seconds, 3),
+            "memory_bytes": self.memory.peak,
+            "memory_source": self.memory.source,
         }
         runfiles.write_json(self.folder / runfiles.RESULT, result)
 

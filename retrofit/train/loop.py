@@ -59,7 +59,9 @@ def train_lockstep(
             if arm.alive:
                 # More often at first, where the learning rate rises and order in time tells most.
                 due = step % every == 0 or (step < every and step % max(1, every // 4) == 0)
-                arm.step(step, batch, train, arm.attention_now(probe_images) if due else None)
+                layers = arm.attention_now(probe_images) if due else None
+                with arm.memory.measured(arm.model, arm.optimizer):
+                    arm.step(step, batch, train, layers)
                 if not (arm.alive or due):
                     arm.last_probe(step, probe_images)
             tick(f"{arm.key.folder} loss {arm.losses[-1]:.3f}")

@@ -1,0 +1,90 @@
+"""What one arm's training step needs of memory, also where other arms of its group lie beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class StepMemory:
+    """The most bytes that an arm needs at once: what it holds between steps, and what a step takes on top.
+
+    On a GPU the allocator tells what a step takes, in every step. Elsewhere, in the first measured step, what autograd
+    keeps for the backward pass is counted as it comes and goes, and one gradient of each trained weight is added:
+    workspace of kernels is not seen, nor activations inside gradient checkpoints.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak: int | None = None
+        """None before a step was measured, and where it cannot be: compiled models elsewhere than on a GPU."""
+
+    @property
+    def source(self) -> str:
+        """What `peak` counts: `allocator` or `tensors`."""
+        return "allocator" if self.device.type == "cuda" else "tensors"
+
+    @contextmanager
+    def measured(self, model: nn.Module, optimizer: Any) -> Iterator[None]:
+        """Around forward, backward and update of one step."""
+        if self.device.type == "cuda":
+            held, before = _held(model, optimizer), torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield
+            peak = held + torch.cuda.max_memory_allocated(self.device) - before
+            self.peak = max(self.peak or 0, peak)
+        elif self.peak is None and not any(m._compiled_call_impl for m in model.modules()):
+            kept = _Kept(model)
+            with kept:
+                yield
+            gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            self.peak = _held(model, optimizer) + gradients + kept.peak
+        else:
+            yield
+
+
+class _Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes of all that autograd holds at once, each storage once, the weights apart."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.now, self.peak = 0, 0
+        self._weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._holders: dict[int, int] = {}
+        super().__init__(self._pack, lambda kept: kept.tensor)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        return _Saved(tensor, self)
+
+    def take(self, storage: int, size: int) -> None:
+        if storage not in self._weights:
+            self._holders[storage] = self._holders.get(storage, 0) + 1
+            self.now += size if self._holders[storage] == 1 else 0
+            self.peak = max(self.peak, self.now)
+
+    def drop(self, storage: int, size: int) -> None:
+        if storage not in self._weights:
+            self._holders[storage] -= 1
+            self.now -= size if self._holders[storage] == 0 else 0
+
+
+class _Saved:
+    """A tensor that autograd holds, for as long as it does."""
+
+    def __init__(self, tensor: Tensor, kept: _Kept) -> None:
+        self.tensor, self.kept = tensor, kept
+        self.storage = (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        kept.take(*self.storage)
+
+    def __del__(self) -> None:
+        self.kept.drop(*self.storage)
+
+
+def _held(model: nn.Module, optimizer: Any) -> int:
+    """Bytes of weights, buffers and optimizer state."""
+    state = (v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor))
+    tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *state)}
+    return sum(tensors.values())
