@@ -31,7 +31,7 @@ from retrofit.recipe import Recipe, Train, parse
 from retrofit.runfiles import RunKey, read_json, read_jsonl
 from retrofit.surgery import insert_qk_norm
 from retrofit.train import ArmRun, attention_of, steps_of, train_lockstep
-from retrofit.train import arm as training
+from retrofit.train import finish as training
 
 CPU = torch.device("cpu")
 

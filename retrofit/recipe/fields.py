@@ -202,7 +202,10 @@ class Train:
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checkpoints to resume from. 0: so often that saving takes about 2 percent of the time."""
 
-    OWN: ClassVar = ("lr", "warmup", "optimizer", "weight_decay", "clip_grad", "label_smoothing")
+    OWN: ClassVar = (
+        *("lr", "warmup", "schedule", "min_lr", "optimizer", "optimizer_args", "weight_decay", "layer_decay"),
+        *("freeze", "clip_grad", "label_smoothing", "drop_path", "ema"),
+    )
     """What an arm may have otherwise. The rest is how batches are made and runs are read: it is one for all."""
 
 

@@ -1,6 +1,8 @@
 """Training: arms in lockstep.
 
 arm.py       one arm's run, step by step
+watch.py     what attention does meanwhile
+finish.py    what it leaves at its end
 loop.py      the loop over the arms
 memory.py    what a step of one arm needs of memory
 """

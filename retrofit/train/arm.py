@@ -1,19 +1,16 @@
-"""One arm's training run: its model, optimizer, schedule and Accelerator, what one step does, what it leaves."""
+"""One arm's training run: its model, optimizer, schedule and Accelerator, and what one step does."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -21,22 +18,15 @@ from accelerate.state import AcceleratorState
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from retrofit import runfiles
-from retrofit.checkpoint import save
-from retrofit.data import Batch, Splits, keyed_rng, steps_per_epoch
+from retrofit.data import Batch, keyed_rng
 from retrofit.errors import RetrofitError
-from retrofit.evaluate import predictions, score
-from retrofit.models import evaluating, family_of, sites_of
-from retrofit.models.preprocess import Preprocess
-from retrofit.probes import probe
-from retrofit.recipe import Recipe, Train
+from retrofit.models import family_of
+from retrofit.recipe import Train
 from retrofit.runfiles import JsonLines, RunKey
 from retrofit.train.memory import StepMemory
-
-_ROUNDING = 1.02
-"""How far above its bound a logit may come out in bfloat16."""
+from retrofit.train.watch import Watch
 
 
 def attention_of(train: Train, precision: str, device: torch.device) -> str:
@@ -59,10 +49,9 @@ class ArmRun:
     attention: str
     metrics: JsonLines
     timings: JsonLines
-    probes: JsonLines
+    watch: Watch
     memory: StepMemory
     diverged_at: int | None = None
-    warned: bool = False
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -113,7 +102,7 @@ class ArmRun:
             attention,
             metrics=JsonLines(folder / runfiles.METRICS),
             timings=JsonLines(folder / runfiles.TIMINGS),
-            probes=JsonLines(folder / runfiles.PROBES),
+            watch=Watch(key, prepared, accelerator.device, JsonLines(folder / runfiles.PROBES)),
             memory=StepMemory(accelerator.device),
         )
 
@@ -140,7 +129,7 @@ class ArmRun:
         self.accelerator.unscale_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        before = self._projections() if layers is not None else []
+        before = self.watch.projections() if layers is not None else []
         if train.clip_grad is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), train.clip_grad, norm)
         row = {
@@ -159,10 +148,8 @@ class ArmRun:
         ):
             self.diverged_at = step
         if layers is not None:
-            for layer, (grad_norm, weights), now in zip(layers, before, self._projections(), strict=True):
-                layer["grad_norm"] = grad_norm
-                layer["update_ratio"] = _ratio(weights, now[1])
-            self._write_probe(step, layers, row)
+            self.watch.add_update(layers, before)
+            self.watch.write(step, layers, row, self._loss_scale())
         self.optimizer.zero_grad()
         self.losses.append(row["loss"])
         self.metrics.write(row)
@@ -182,102 +169,19 @@ class ArmRun:
 
     def attention_now(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         """What attention does on the fixed images, a row a layer, computed as in training."""
-        with evaluating(self.model), probe(self.model) as seen:
-            for batch in images:
-                family_of(self.model).forward(self.model, batch.to(self.accelerator.device))
-        rows = seen.rows()
-        for row in rows:
-            bound = row["logit_bound"]
-            if bound is not None and row["logit_absmax"] > bound * _ROUNDING and not self.warned:
-                self.warned = True
-                tqdm.write(
-                    f"{self.key.folder}: |logit| {row['logit_absmax']:.4g} in {row['site']} exceeds {bound:.4g}, the "
-                    "bound that its norm sets; please report this",
-                    file=sys.stderr,
-                )
-        return rows
+        return self.watch.attention(images)
 
     def last_probe(self, steps: int, images: Sequence[Tensor]) -> None:
         """What attention does after the last step."""
-        self._write_probe(steps, self.attention_now(images), {})
+        self.watch.write(steps, self.watch.attention(images), {}, self._loss_scale())
 
-    def _write_probe(self, step: int, layers: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
+    def _loss_scale(self) -> float | None:
         scaler = self.accelerator.scaler
-        row = {
-            "step": step,
-            "loss": metrics.get("loss"),
-            "lr": metrics.get("lr"),
-            "autocast": self.key.precision,
-            "loss_scale": None if scaler is None else scaler.get_scale(),
-            "layers": layers,
-        }
-        self.probes.write(row)
+        return None if scaler is None else float(scaler.get_scale())
 
-    def _projections(self) -> list[tuple[float, list[Tensor]]]:
-        """For each site, the norm of its projections' gradient and a copy of their weights."""
-        found = []
-        for site in sites_of(self.model)[0]:
-            weights = site.projections
-            gradients = [w.grad for w in weights if w.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-            found.append((norm.item(), [w.detach().clone() for w in weights]))
-        return found
-
-    def finish(self, recipe: Recipe, splits: Splits, preprocess: Preprocess, steps: int, added: int) -> None:
-        """Evaluates, and writes predictions, weights and, last, result.json."""
-        which = {name: getattr(self.key, name) for name in ("arm", "lr", "seed", "precision")}
-        results: dict[str, Any] = {"validation": None, "test": None}
-        arrays: dict[str, Any] = {}
-        if self.alive:
-            for name, images in (("validation", splits.validation), ("test", splits.test)):
-                ids, labels, logits = predictions(self.model, images, preprocess, self.accelerator.device)
-                arrays |= {f"{name}_ids": ids, f"{name}_labels": labels, f"{name}_logits": logits}
-                results[name] = score(logits, labels)
-            if any(result["loss"] is None for result in results.values()):
-                self.diverged_at = steps
-        for log in (self.metrics, self.timings, self.probes):
+    def close(self) -> None:
+        for log in (self.metrics, self.timings, self.watch.rows):
             log.close()
-        if self.alive:
-            buffer = BytesIO()
-            np.savez_compressed(buffer, **arrays)
-            runfiles.write_bytes(self.folder / runfiles.PREDICTIONS, buffer.getvalue())
-        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        if self.alive:
-            about = {
-                "base": recipe.model.source,
-                "data": recipe.data.source,
-                **which,
-                "steps": steps,
-                **results,
-            }
-            save(model, self.folder / runfiles.FINAL, about=about)
-        tail = self.losses[-max(1, len(self.losses) // 10) :]
-        result = {
-            **which,
-            "status": "finished" if self.alive else "diverged",
-            "diverged_at": self.diverged_at,
-            "steps": steps,
-            "epochs": round(steps / steps_per_epoch(len(splits.train), recipe.train.batch_size), 3),
-            "batch_size": recipe.train.batch_size,
-            "classes": len(splits.classes),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "parameters_added": added,
-            **results,
-            "train_loss": sum(tail) / len(tail),
-            "attention": self.attention,
-            "device": self.accelerator.device.type,
-            "seconds": round(self.seconds, 3),
-            "memory_bytes": self.memory.peak,
-            "memory_source": self.memory.source,
-        }
-        runfiles.write_json(self.folder / runfiles.RESULT, result)
-
-
-def _ratio(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """|change of weights| / |weights|, over all of them together."""
-    changed = sum(float((a - b).double().square().sum()) for a, b in zip(after, before, strict=True))
-    size = sum(float(b.double().square().sum()) for b in before)
-    return math.sqrt(changed / size) if size else 0.0
 
 
 def _accelerator(precision: str) -> Accelerator:

@@ -17,6 +17,7 @@ from retrofit.models.preprocess import Preprocess
 from retrofit.recipe import Recipe, Train
 from retrofit.runfiles import RunKey
 from retrofit.train.arm import ArmRun
+from retrofit.train.finish import finish
 
 
 def steps_of(train: Train, images: int) -> int:
@@ -68,4 +69,4 @@ def train_lockstep(
     for arm in arms:
         if arm.alive:
             arm.last_probe(steps, probe_images)
-        arm.finish(recipe, splits, preprocess, steps, models[arm.key][1])
+        finish(arm, recipe, splits, preprocess, steps, models[arm.key][1])
