@@ -19,7 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import CheckpointError, ModelError, RetrofitError
@@ -94,6 +94,7 @@ def save(
     folder: str | Path,
     *,
     about: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     owned: Collection[str] = (),
     force: bool = False,
 ) -> None:
@@ -101,12 +102,13 @@ def save(
 
     Args:
         about: anything that JSON can hold about where the model comes from.
+        weights: the state dict, where the model's own is sharded over processes.
         owned: names of further files in the folder that may be replaced.
 
     Raises RetrofitError for a folder that holds files of somebody else, unless `force`.
     """
     with saving(Path(folder), owned=owned, force=force) as scratch:
-        write_model(model, scratch, about=about)
+        write_model(model, scratch, about=about, weights=weights)
 
 
 def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> AbstractContextManager[Path]:
@@ -116,12 +118,18 @@ def saving(folder: Path, owned: Collection[str] = (), force: bool = False) -> Ab
     return publishing(folder, MANIFEST, owned={*ours, *owned}, force=force)
 
 
-def write_model(model: nn.Module, folder: Path, *, about: Mapping[str, Any] | None = None) -> None:
+def write_model(
+    model: nn.Module,
+    folder: Path,
+    *,
+    about: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """retrofit.safetensors and retrofit.json, which lists every file that lies in `folder` by its hash."""
     model = unwrapped(model)
     family = family_of(model)
     spec = spec_of(model)
-    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in (weights or model.state_dict()).items()}
     safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     manifest = {
         "format": FORMAT,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor
 
-from retrofit.data import Images, eval_batches
-from retrofit.models import evaluating, family_of
+from retrofit.data import Images, eval_batches, share
 from retrofit.models.preprocess import Preprocess
 
 _BATCH = 64
@@ -27,16 +29,23 @@ def score(logits: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[st
 
 
 def predictions(
-    model: nn.Module, images: Images, preprocess: Preprocess, device: torch.device
+    forward: Callable[[Tensor], Tensor], images: Images, preprocess: Preprocess, device: torch.device
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """ids [n], labels [n] and logits [n, K] of every image, in order."""
-    ids: list[str] = []
-    labels, logits = [], []
-    with evaluating(model):
-        for batch in eval_batches(images, preprocess, _BATCH):
-            out = family_of(model).logits(model, batch.pixels.to(device))
-            assert out is not None
-            ids += batch.ids
-            labels.append(batch.labels.numpy())
-            logits.append(out.float().cpu().numpy())
-    return np.array(ids), np.concatenate(labels), np.concatenate(logits)
+    """ids [n], labels [n] and logits [n, K] of every image, in order; `forward` makes [B, K] of [B, 3, H, W].
+
+    Where there are several processes, each computes its share of every batch, and all get the whole.
+    """
+    state = PartialState()
+    processes = state.num_processes
+    size = _BATCH * processes
+    found = []
+    with torch.no_grad():
+        for batch in eval_batches(images, preprocess, size, part=(state.process_index, processes)):
+            found.append(forward(batch.pixels.to(device)).float().cpu().numpy())
+    shares = [found] if processes == 1 else gather_object([found])
+    logits = np.zeros((len(images), found[0].shape[-1]), np.float32)
+    for number in range(len(found)):
+        rows = np.arange(len(images))[number * size : (number + 1) * size]
+        for process, parts in enumerate(shares):
+            logits[share(rows, (process, processes))] = parts[number]
+    return np.array(images.ids), images.labels, logits

@@ -168,18 +168,22 @@ def items(value: Any) -> list[Any]:
 
 
 class JsonLines:
-    """A .jsonl file being written, a row a call, from its beginning."""
+    """A .jsonl file being written, a row a call, from its beginning. None: rows go nowhere."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path | None) -> None:
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(dumps(row) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 @contextmanager

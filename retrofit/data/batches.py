@@ -25,13 +25,20 @@ Transform = Callable[[Image.Image], torch.Tensor]
 """RGB image to uint8 [3, H, W]."""
 
 
+Part = tuple[int, int]
+"""(i, n): the share of process i, from 0, of n."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
+    """A batch, or one process's share of it."""
+
     pixels: torch.Tensor
     """[B, 3, H, W], float32, normalised."""
     labels: torch.Tensor
-    """[B], int64."""
+    """[B], int64, or [B, K] in float32 where images are mixed."""
     ids: list[str]
+    """Of the whole batch, over all processes."""
     epoch: int
     """From 0; 0 in evaluation."""
 
@@ -41,11 +48,25 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
     return max(1, n // batch_size)
 
 
-def eval_batches(images: Images, preprocess: Preprocess, batch_size: int, workers: int = 0) -> Iterator[Batch]:
+def share(rows: Ints, part: Part) -> Ints:
+    """One process's share of a batch's rows: each in as many as can be evenly, row i beside row -1-i.
+
+    Mixup mixes these two, so that every process can mix its own share as the whole batch would be mixed.
+    """
+    i, n = part
+    half = len(rows) // 2
+    start, stop = half * i // n, half * (i + 1) // n
+    middle = rows[half : len(rows) - half] if i == n - 1 else rows[:0]
+    return np.concatenate([rows[start:stop], middle, rows[len(rows) - stop : len(rows) - start]])
+
+
+def eval_batches(
+    images: Images, preprocess: Preprocess, batch_size: int, workers: int = 0, part: Part = (0, 1)
+) -> Iterator[Batch]:
     """Every image once, in order; the last batch may be smaller. Raises DataError for an unreadable one."""
     rows = np.arange(len(images))
     plan = ((0, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
-    return _batches(_Loader(images, preprocess, _transform(preprocess)), plan, workers)
+    return _batches(_Loader(images, preprocess, _transform(preprocess), part=part), plan, workers)
 
 
 def train_batches(
@@ -58,13 +79,15 @@ def train_batches(
     steps: int,
     first_step: int = 0,
     workers: int = 0,
+    part: Part = (0, 1),
 ) -> Iterator[Batch]:
     """Batches first_step to steps - 1 of an endless stream of epochs, shuffled and augmented.
 
     Raises DataError for an image that cannot be read and for a policy that timm does not know.
     """
     plan = _train_plan(len(images), seed, batch_size, range(first_step, steps))
-    return _batches(_Loader(images, preprocess, _train_transform(preprocess, data), seed), plan, workers)
+    loader = _Loader(images, preprocess, train_transform(preprocess, data), seed, data.random_erasing, part)
+    return _batches(loader, plan, workers)
 
 
 def _train_plan(n: int, seed: int, batch_size: int, steps: range) -> Iterator[tuple[int, Ints]]:
@@ -77,7 +100,7 @@ def _train_plan(n: int, seed: int, batch_size: int, steps: range) -> Iterator[tu
         yield epoch, order[i * size : (i + 1) * size]
 
 
-def _train_transform(preprocess: Preprocess, data: recipe.Data) -> Transform:
+def train_transform(preprocess: Preprocess, data: recipe.Data) -> Transform:
     try:
         return _transform(
             preprocess,
@@ -117,25 +140,43 @@ class _Loader(Dataset["Batch | DataError"]):
     transform: Transform
     seed: int | None = None
     """None: the transform draws nothing."""
+    erasing: float = 0.0
+    part: Part = (0, 1)
 
     def __getitem__(self, item: tuple[int, Ints]) -> Batch | DataError:
         """A DataError is returned: raised in a worker, it would arrive with a traceback for a message."""
         epoch, rows = item
+        mine = share(rows, self.part)
+        side = self.preprocess.image_size
+        pixels = np.zeros((len(mine), 3, side, side), np.uint8)
         try:
             with rng_kept():
-                pixels = np.stack([self._pixels(epoch, int(i)) for i in rows])
+                for place, i in zip(pixels, mine, strict=True):
+                    place[:] = self._pixels(epoch, int(i))
         except DataError as error:
             return error
         # numpy, since torch would wait for all its threads at each of these small steps
         mean, std = (np.array(v, np.float32).reshape(-1, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
         normalised = torch.from_numpy((pixels.astype(np.float32) / 255 - mean) / std)
-        labels = torch.from_numpy(self.images.labels[rows])
+        if self.erasing:
+            self._erase(normalised, epoch, mine)
+        labels = torch.from_numpy(self.images.labels[mine])
         return Batch(normalised, labels, [self.images.ids[i] for i in rows], epoch)
 
     def _pixels(self, epoch: int, i: int) -> npt.NDArray[np.uint8]:
         if self.seed is not None:
             seed_rng(keyed_seed("augment", self.seed, epoch, i))
         return self.transform(self.images.image(i)).numpy()
+
+    def _erase(self, pixels: torch.Tensor, epoch: int, rows: Ints) -> None:
+        """In place, with normal noise, as timm's training script does."""
+        from timm.data.random_erasing import RandomErasing
+
+        erase = RandomErasing(self.erasing, mode="pixel", device="cpu")
+        with rng_kept():
+            for image, i in zip(pixels, rows, strict=True):
+                seed_rng(keyed_seed("erase", self.seed or 0, epoch, int(i)))
+                erase(image)
 
 
 def _batches(loader: _Loader, plan: Iterable[tuple[int, Ints]], workers: int) -> Iterator[Batch]:

@@ -94,6 +94,17 @@ class Family(ABC):
         """Names of parameters of more than one dimension that are spared, such as tokens and position embeddings."""
 
     @abstractmethod
+    def layers(self, model: nn.Module) -> dict[str, int]:
+        """The layer of every parameter by name, in the model's own order: a block has a number of its own, ascending.
+
+        What the library does not tell apart, such as the head, has the highest. Raises ModelError.
+        """
+
+    @abstractmethod
+    def checkpoint_gradients(self, model: nn.Module) -> None:
+        """Computes each block's activations anew in the backward pass. Raises ModelError where that cannot be had."""
+
+    @abstractmethod
     def preprocess(self, model: nn.Module) -> Preprocess: ...
 
     @abstractmethod

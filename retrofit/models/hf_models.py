@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import transformers
+from timm.models import group_parameters
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, PreTrainedModel
 from transformers.image_processing_utils import BaseImageProcessor
@@ -24,6 +25,14 @@ from retrofit.models.preprocess import Preprocess
 from retrofit.models.site import AttentionClass
 from retrofit.models.timm_models import TimmFamily
 
+_BLOCKS = {
+    "blocks": [
+        (r"^(?:.*\.)?(?:layers?|blocks)\.(\d+)\.", None),
+        (r"^(?:[^.]+\.)?(?:post_|final_)?(?:layer_?|rms_)?norm\.", (99999,)),  # the last norm goes with the last block
+    ]
+}
+"""How a name tells a parameter's block, as timm.models.group_parameters reads it: transformers 5 writes `vit.layers.N`
+or `dinov2.encoder.layer.N`, transformers 4 `vit.encoder.layer.N`."""
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
 
 
@@ -147,6 +156,16 @@ class TransformersFamily(Family):
         names = {name for name, _ in model.named_parameters()}
         return {n for n in names if n.endswith(("_token", "_tokens", "class_embedding")) or "position_embedding" in n}
 
+    def layers(self, model: Any) -> dict[str, int]:
+        found = group_parameters(model, _BLOCKS, reverse=True)
+        return {name: found[name] for name, _ in model.named_parameters()}
+
+    def checkpoint_gradients(self, model: Any) -> None:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(f"transformers has no gradient checkpointing for {type(model).__name__}")
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+
     def preprocess(self, model: Any) -> Preprocess:
         known = getattr(model, "retrofit_preprocess", None)
         if isinstance(known, Preprocess):
@@ -231,6 +250,12 @@ class TimmWrapperFamily(TransformersFamily):
 
     def no_weight_decay(self, model: Any) -> set[str]:
         return {f"timm_model.{name}" for name in self._timm.no_weight_decay(model.timm_model)}
+
+    def layers(self, model: Any) -> dict[str, int]:
+        return {f"timm_model.{name}": layer for name, layer in self._timm.layers(model.timm_model).items()}
+
+    def checkpoint_gradients(self, model: Any) -> None:
+        self._timm.checkpoint_gradients(model.timm_model)
 
     def preprocess(self, model: Any) -> Preprocess:
         known = getattr(model, "retrofit_preprocess", None)

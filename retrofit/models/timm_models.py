@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 from timm.data import resolve_model_data_config
+from timm.models import group_parameters
 from torch import Tensor, nn
 
 from retrofit.errors import ModelError, nearest
@@ -114,6 +115,18 @@ class TimmFamily(Family):
 
     def no_weight_decay(self, model: Any) -> set[str]:
         return set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+
+    def layers(self, model: Any) -> dict[str, int]:
+        if not hasattr(model, "group_matcher"):
+            raise ModelError(f"timm does not tell the layers of {type(model).__name__} apart")
+        found = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        return {name: found[name] for name, _ in model.named_parameters()}
+
+    def checkpoint_gradients(self, model: Any) -> None:
+        try:
+            model.set_grad_checkpointing(True)
+        except (AttributeError, AssertionError):
+            raise ModelError(f"timm has no gradient checkpointing for {type(model).__name__}") from None
 
     def preprocess(self, model: Any) -> Preprocess:
         config = resolve_model_data_config(model)

@@ -6,17 +6,16 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from timm.optim import create_optimizer_v2, param_groups_weight_decay
-from timm.scheduler import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from retrofit import runfiles
@@ -26,7 +25,9 @@ from retrofit.models import family_of
 from retrofit.recipe import Train
 from retrofit.runfiles import JsonLines, RunKey
 from retrofit.train.memory import StepMemory
+from retrofit.train.optim import freeze, optimizer_of, schedule_of
 from retrofit.train.watch import Watch
+from retrofit.train.wrapped import Classifier, accelerator_of, compiled, sharded, whole
 
 
 def attention_of(train: Train, precision: str, device: torch.device) -> str:
@@ -44,66 +45,55 @@ class ArmRun:
     folder: Path
     accelerator: Accelerator
     model: nn.Module
+    """The library's own module, unwrapped; its parameters are those that are trained."""
+    eager: nn.Module
+    """The model as accelerate has prepared it: [B, 3, H, W] to logits [B, K]."""
+    forward: nn.Module
+    """The same, compiled where the recipe says so."""
     optimizer: Any
-    schedule: CosineLRScheduler
+    schedule: Scheduler
     attention: str
     metrics: JsonLines
     timings: JsonLines
     watch: Watch
     memory: StepMemory
+    ema: ModelEmaV3 | None = None
     diverged_at: int | None = None
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     @classmethod
     def start(cls, key: RunKey, model: nn.Module, train: Train, steps: int, run_dir: Path) -> ArmRun:
-        accelerator = _accelerator(key.precision)
+        accelerator = accelerator_of(key.precision)
         attention = attention_of(train, key.precision, accelerator.device)
         if attention == "unfused" and not family_of(model).unfuse(model):
             if train.attention == "unfused":
                 raise RetrofitError(f"train.attention: {type(model).__name__} cannot be switched to unfused; take auto")
             attention = "fused"
-        try:
-            optimizer = create_optimizer_v2(
-                model,
-                opt=train.optimizer,
-                lr=key.lr,
-                param_group_fn=partial(
-                    param_groups_weight_decay,
-                    weight_decay=train.weight_decay,
-                    no_weight_decay_list=family_of(model).no_weight_decay(model),
-                ),
-            )
-        except (ValueError, AssertionError, ImportError) as error:
-            raise RetrofitError(f"train.optimizer: {train.optimizer} cannot be used: {error}") from None
-        if hasattr(optimizer, "set_hessian"):
-            raise RetrofitError(
-                f"train.optimizer: {train.optimizer} needs second derivatives, which are not computed here"
-            )
-        warmup = min(int(train.warmup * steps), steps - 1)
-        # From a first step above 0 to the peak, and from there to just above 0 at the last step.
-        schedule = CosineLRScheduler(
-            optimizer,
-            t_initial=steps - warmup,
-            warmup_t=warmup,
-            warmup_lr_init=key.lr / (warmup + 1),
-            warmup_prefix=True,
-            t_in_epochs=False,
-        )
-        prepared, optimizer = accelerator.prepare(model.train(), optimizer)
-        folder = run_dir / key.folder
+        if train.grad_checkpointing:
+            family_of(model).checkpoint_gradients(model)
+        freeze(model, train.freeze)
+        optimizer = optimizer_of(model, train, key.lr)
+        schedule = schedule_of(optimizer, train, key.lr, steps)
+        if train.ema is not None and sharded():
+            raise RetrofitError("train.ema: an average of weights that FSDP shards cannot be kept; leave it out")
+        eager, optimizer = accelerator.prepare(Classifier(model.train()), optimizer)
+        folder, main = run_dir / key.folder, accelerator.is_main_process
         return cls(
             key,
             folder,
             accelerator,
-            prepared,
+            model,
+            eager,
+            compiled(eager, train.compile),
             optimizer,
             schedule,
             attention,
-            metrics=JsonLines(folder / runfiles.METRICS),
-            timings=JsonLines(folder / runfiles.TIMINGS),
-            watch=Watch(key, prepared, accelerator.device, JsonLines(folder / runfiles.PROBES)),
+            metrics=JsonLines(folder / runfiles.METRICS if main else None),
+            timings=JsonLines(folder / runfiles.TIMINGS if main else None),
+            watch=Watch(key, model, eager, accelerator.device, JsonLines(folder / runfiles.PROBES if main else None)),
             memory=StepMemory(accelerator.device),
+            ema=None if train.ema is None else ModelEmaV3(model, train.ema),
         )
 
     @property
@@ -117,15 +107,8 @@ class ArmRun:
             layers: what attention did just before this step, where it was probed; written with what the step did to it.
         """
         began = time.perf_counter()
-        device = self.accelerator.device
-        pixels, labels = batch.pixels.to(device), batch.labels.to(device)
         self.schedule.step_update(step)
-        self.model.train()
-        with keyed_rng("step", self.key.seed, step):
-            logits = family_of(self.model).logits(self.model, pixels)
-            assert logits is not None, "a model without a head is not trained"
-            loss = F.cross_entropy(logits.float(), labels, label_smoothing=train.label_smoothing)
-            self.accelerator.backward(loss)
+        loss = self._gradients(step, batch, train)
         self.accelerator.unscale_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -137,7 +120,7 @@ class ArmRun:
             "epoch": batch.epoch,
             "lr": self.optimizer.param_groups[0]["lr"],
             "loss": loss.item(),
-            "grad_norm": norm.item(),
+            "grad_norm": whole(norm).item(),
             "ids": hashlib.sha256("\n".join(batch.ids).encode()).hexdigest()[:16],
         }
         scaler = self.accelerator.scaler  # fp16: it skips a step whose gradients overflow
@@ -151,11 +134,39 @@ class ArmRun:
             self.watch.add_update(layers, before)
             self.watch.write(step, layers, row, self._loss_scale())
         self.optimizer.zero_grad()
+        if self.ema is not None and self.alive:
+            self.ema.update(self.model)
         self.losses.append(row["loss"])
         self.metrics.write(row)
         spent = time.perf_counter() - began
         self.seconds += spent
         self.timings.write({"step": step, "seconds": round(spent, 6)})
+
+    def _gradients(self, step: int, batch: Batch, train: Train) -> Tensor:
+        """Leaves the gradient of the whole batch's mean loss in the parameters, and returns that loss.
+
+        The batch is that of all processes; this one computes its share of it, in `train.accumulate` parts. Dropout and
+        drop path are keyed by (seed, step, process, part).
+        """
+        self.forward.train()
+        accelerator, device = self.accelerator, self.accelerator.device
+        processes, rank = accelerator.num_processes, accelerator.process_index
+        least = len(batch.ids) // 2 // processes * 2 or 1  # of a share, so that all have the same number of parts
+        parts = min(train.accumulate, least)
+        total = torch.zeros((), device=device)
+        shares = zip(batch.pixels.tensor_split(parts), batch.labels.tensor_split(parts), strict=True)
+        for part, (pixels, labels) in enumerate(shares):
+            # Gradients are summed over the processes once, with the last part.
+            waiting = nullcontext() if part == parts - 1 else accelerator.no_sync(self.eager)
+            with keyed_rng("step", self.key.seed, step, rank, part), waiting:
+                logits = self.forward(pixels.to(device)).float()
+                smoothing = train.label_smoothing
+                losses = F.cross_entropy(logits, labels.to(device), label_smoothing=smoothing, reduction="sum")
+                loss = losses / len(batch.ids)
+                accelerator.backward(loss * processes)  # gradients are averaged over the processes
+            total += loss.detach()
+        result: Tensor = accelerator.reduce(total)
+        return result
 
     def _updated(self) -> bool:
         """Steps the optimizer; False where the update does not fit into float32, as at absurd learning rates."""
@@ -179,14 +190,11 @@ class ArmRun:
         scaler = self.accelerator.scaler
         return None if scaler is None else float(scaler.get_scale())
 
+    @property
+    def result_model(self) -> nn.Module:
+        """The model that is evaluated and saved: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema.module
+
     def close(self) -> None:
         for log in (self.metrics, self.timings, self.watch.rows):
             log.close()
-
-
-def _accelerator(precision: str) -> Accelerator:
-    """An Accelerator of its own for a run. accelerate keeps one precision a process until its state is reset."""
-    mixed = {"fp32": "no"}.get(precision, precision)
-    if AcceleratorState._shared_state.get("_mixed_precision", mixed) != mixed:
-        AcceleratorState._reset_state()
-    return Accelerator(mixed_precision=mixed)

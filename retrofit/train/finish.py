@@ -11,9 +11,11 @@ from retrofit import runfiles
 from retrofit.checkpoint import save
 from retrofit.data import Splits, steps_per_epoch
 from retrofit.evaluate import predictions, score
+from retrofit.models import evaluating
 from retrofit.models.preprocess import Preprocess
 from retrofit.recipe import Recipe
 from retrofit.train.arm import ArmRun
+from retrofit.train.wrapped import Classifier, whole
 
 
 def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, steps: int, added: int) -> None:
@@ -26,20 +28,19 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
     results: dict[str, Any] = {"validation": None, "test": None}
     arrays: dict[str, Any] = {}
     if arm.alive:
-        for name, images in (("validation", splits.validation), ("test", splits.test)):
-            ids, labels, logits = predictions(arm.model, images, preprocess, arm.accelerator.device)
-            arrays |= {f"{name}_ids": ids, f"{name}_labels": labels, f"{name}_logits": logits}
-            results[name] = score(logits, labels)
-        if any(result["loss"] is None for result in results.values()):
+        results, arrays = _evaluated(arm, splits, preprocess)
+        if any(results[name]["loss"] is None for name in ("validation", "test")):
             arm.diverged_at = steps
+    weights = {name: whole(value) for name, value in arm.result_model.state_dict().items()} if arm.alive else {}
     arm.close()
-    model = arm.accelerator.unwrap_model(arm.model, keep_fp32_wrapper=False)
+    if not arm.accelerator.is_main_process:
+        return
     if arm.alive:
         buffer = BytesIO()
         np.savez_compressed(buffer, **arrays)
         runfiles.write_bytes(arm.folder / runfiles.PREDICTIONS, buffer.getvalue())
         about = {"base": recipe.model.source, "data": recipe.data.source, **which, "steps": steps, **results}
-        save(model, arm.folder / runfiles.FINAL, about=about)
+        save(arm.result_model, arm.folder / runfiles.FINAL, about=about, weights=weights)
     tail = arm.losses[-max(1, len(arm.losses) // 10) :]
     result = {
         **which,
@@ -49,14 +50,33 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
         "epochs": round(steps / steps_per_epoch(len(splits.train), recipe.train.batch_size), 3),
         "batch_size": recipe.train.batch_size,
         "classes": len(splits.classes),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in arm.model.parameters()),
         "parameters_added": added,
         **results,
         "train_loss": sum(tail) / len(tail),
         "attention": arm.attention,
+        "processes": arm.accelerator.num_processes,
         "device": arm.accelerator.device.type,
         "seconds": round(arm.seconds, 3),
         "memory_bytes": arm.memory.peak,
         "memory_source": arm.memory.source,
     }
     runfiles.write_json(arm.folder / runfiles.RESULT, result)
+
+
+def _evaluated(arm: ArmRun, splits: Splits, preprocess: Preprocess) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Scores and predictions. Where there is a moving average they are its own, and `without_ema` holds the scores of
+    the weights that it is the average of."""
+    forward = arm.eager if arm.ema is None else Classifier(arm.ema.module)
+    results: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, images in (("validation", splits.validation), ("test", splits.test)):
+        with evaluating(arm.result_model), arm.accelerator.autocast():
+            ids, labels, logits = predictions(forward, images, preprocess, arm.accelerator.device)
+        arrays |= {f"{name}_ids": ids, f"{name}_labels": labels, f"{name}_logits": logits}
+        results[name] = score(logits, labels)
+        if arm.ema is not None:
+            with evaluating(arm.model):
+                _, labels, logits = predictions(arm.eager, images, preprocess, arm.accelerator.device)
+            results.setdefault("without_ema", {})[name] = score(logits, labels)
+    return results, arrays

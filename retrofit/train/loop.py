@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from accelerate import PartialState
 from torch import Tensor, nn
 
-from retrofit.data import Splits, steps_per_epoch, train_batches
+from retrofit.data import Splits, mixed, steps_per_epoch, train_batches
 from retrofit.models.preprocess import Preprocess
 from retrofit.recipe import Recipe, Train
 from retrofit.runfiles import RunKey
@@ -41,7 +42,7 @@ def train_lockstep(
         probe_images: fixed held-out batches on which attention is read.
         tick: called after each step of each arm, with a word on how it goes.
     """
-    train = recipe.train
+    train, state = recipe.train, PartialState()
     seed = next(iter(models)).seed
     steps = steps_of(train, len(splits.train))
     every = train.probe_every or max(1, steps // 10)
@@ -54,14 +55,16 @@ def train_lockstep(
         batch_size=train.batch_size,
         steps=steps,
         workers=train.workers,
+        part=(state.process_index, state.num_processes),
     )
     for step, batch in enumerate(batches):
+        batch = mixed(batch, train, len(splits.classes), seed, step)
         for arm in arms:
             if arm.alive:
                 # More often at first, where the learning rate rises and order in time tells most.
                 due = step % every == 0 or (step < every and step % max(1, every // 4) == 0)
                 layers = arm.attention_now(probe_images) if due else None
-                with arm.memory.measured(arm.model, arm.optimizer):
+                with arm.memory.measured(arm.model, arm.optimizer, compiled=train.compile is not None):
                     arm.step(step, batch, train, layers)
                 if not (arm.alive or due):
                     arm.last_probe(step, probe_images)

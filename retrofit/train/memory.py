@@ -29,7 +29,7 @@ class StepMemory:
         return "allocator" if self.device.type == "cuda" else "tensors"
 
     @contextmanager
-    def measured(self, model: nn.Module, optimizer: Any) -> Iterator[None]:
+    def measured(self, model: nn.Module, optimizer: Any, compiled: bool = False) -> Iterator[None]:
         """Around forward, backward and update of one step."""
         if self.device.type == "cuda":
             held, before = _held(model, optimizer), torch.cuda.memory_allocated(self.device)
@@ -37,7 +37,7 @@ class StepMemory:
             yield
             peak = held + torch.cuda.max_memory_allocated(self.device) - before
             self.peak = max(self.peak or 0, peak)
-        elif self.peak is None and not any(m._compiled_call_impl for m in model.modules()):
+        elif self.peak is None and not compiled:
             kept = _Kept(model)
             with kept:
                 yield

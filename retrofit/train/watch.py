@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from retrofit.models import evaluating, family_of, sites_of
+from retrofit.models import evaluating, sites_of
 from retrofit.probes import probe
 from retrofit.runfiles import JsonLines, RunKey
+from retrofit.train.wrapped import whole
 
 _ROUNDING = 1.02
 """How far above its bound a logit may come out in bfloat16."""
@@ -26,6 +27,8 @@ class Watch:
 
     key: RunKey
     model: nn.Module
+    forward: nn.Module
+    """The model as accelerate has prepared it, uncompiled."""
     device: torch.device
     rows: JsonLines
     warned: bool = False
@@ -34,7 +37,7 @@ class Watch:
         """What attention does on the fixed images, a row a layer, computed as in training."""
         with evaluating(self.model), probe(self.model) as seen:
             for batch in images:
-                family_of(self.model).forward(self.model, batch.to(self.device))
+                self.forward(batch.to(self.device))
         layers = seen.rows()
         for layer in layers:
             bound = layer["logit_bound"]
@@ -54,7 +57,7 @@ class Watch:
             weights = site.projections
             gradients = [w.grad for w in weights if w.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-            found.append((norm.item(), [w.detach().clone() for w in weights]))
+            found.append((whole(norm).item(), [whole(w.detach()).clone() for w in weights]))
         return found
 
     def add_update(self, layers: list[dict[str, Any]], before: list[tuple[float, list[Tensor]]]) -> None:

@@ -1,0 +1,71 @@
+"""How a model stands in accelerate's and torch.compile's wrappers while it trains."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+
+from retrofit.errors import RetrofitError
+from retrofit.models import family_of, sites_of
+
+
+class Classifier(nn.Module):
+    """Images [B, 3, H, W] to class logits [B, K].
+
+    This is what is wrapped, so that the model inside stays the library's own module, to be probed and saved.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        blocks = (site.name.rpartition(".")[0] for site in sites_of(model)[0])
+        self._no_split_modules = sorted({type(model.get_submodule(name)).__name__ for name in blocks if name})
+        """What FSDP shards one by one, as transformers' models name it."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = family_of(self.model).logits(self.model, images)
+        assert logits is not None, "a model without a head is not trained"
+        return logits
+
+
+def accelerator_of(precision: str) -> Accelerator:
+    """An Accelerator of its own for a run. accelerate keeps one precision a process until its state is reset."""
+    mixed = {"fp32": "no"}.get(precision, precision)
+    if AcceleratorState._shared_state.get("_mixed_precision", mixed) != mixed:
+        AcceleratorState._reset_state()
+    # Some weights of transformers' models have no part in the logits, such as DINOv2's mask token.
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    return Accelerator(mixed_precision=mixed, kwargs_handlers=handlers)
+
+
+def compiled(module: nn.Module, backend: str | None) -> nn.Module:
+    """`module` by torch.compile, drawing the random numbers that it draws uncompiled. None: `module` itself.
+
+    Raises RetrofitError for a backend that torch does not have.
+    """
+    if backend is None:
+        return module
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise RetrofitError(f"train.compile: torch has no backend {backend}; it has: {', '.join(known)}")
+    options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
+    result: Any = torch.compile(module, backend=backend, options=options)
+    assert isinstance(result, nn.Module)
+    return result
+
+
+def sharded() -> bool:
+    """Whether accelerate was launched with FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of one that FSDP has sharded."""
+    full: Any = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
