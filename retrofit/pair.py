@@ -126,14 +126,19 @@ def _open(recipe: Recipe, run_dir: Path) -> Study:
 
 
 def _load(recipe: Recipe, num_classes: int | None, seed: int) -> nn.Module:
-    return load_model(
+    rate = recipe.train.drop_path
+    model = load_model(
         recipe.model.source,
         num_classes,
         image_size=recipe.data.image_size,
         seed=seed,
-        model_args=recipe.model.model_args,
+        model_args={**recipe.model.model_args, **({} if rate is None else {"drop_path_rate": rate})},
         pretrained=recipe.model.pretrained,
     )
+    drops = any("droppath" in type(m).__name__.lower() and getattr(m, "drop_prob", 0) for m in model.modules())
+    if rate and not drops:
+        raise RetrofitError(f"train.drop_path: {type(model).__name__} has no drop path; leave it out")
+    return model
 
 
 def _insert(study: Study, name: str) -> Insertion:

@@ -177,7 +177,8 @@ class Train:
     mixup_prob: Share = 1.0
     """Share of the batches that are mixed at all."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Rate of stochastic depth in the last block; it rises to it linearly from 0. None: the model's own."""
+    """Rate of stochastic depth (Huang et al. 2016), as the library lays it out: timm raises it linearly from 0 to this
+    over the blocks, transformers has it in every block. None: the model's own."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and saved. None: none."""
     accumulate: Count = 1
@@ -204,7 +205,7 @@ class Train:
 
     OWN: ClassVar = (
         *("lr", "warmup", "schedule", "min_lr", "optimizer", "optimizer_args", "weight_decay", "layer_decay"),
-        *("freeze", "clip_grad", "label_smoothing", "drop_path", "ema"),
+        *("freeze", "clip_grad", "label_smoothing", "ema"),
     )
     """What an arm may have otherwise. The rest is how batches are made and runs are read: it is one for all."""
 
@@ -248,6 +249,8 @@ class Recipe:
                 faults.append(f"train.{key}: at least one value is needed")
         if any(lr < self.train.min_lr for lr in self.train.lr):
             faults.append("train.min_lr: it lies above a learning rate of train.lr")
+        if self.train.drop_path is not None and "drop_path_rate" in self.model.model_args:
+            faults.append("train.drop_path: model.model_args has drop_path_rate already; take one of them")
         if not self.arms:
             faults.append("arms: at least one is needed")
         for name, arm in self.arms.items():
