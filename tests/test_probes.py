@@ -11,10 +11,9 @@ import torch
 from conftest import MAKERS, outputs_of, sharpen, tiny_hf, tiny_timm
 from torch import nn
 
-from retrofit import probes
 from retrofit.errors import ModelError
 from retrofit.models import family_of, sites_of
-from retrofit.probes import probe
+from retrofit.probes import attention, probe
 from retrofit.qknorm import QKNorm
 from retrofit.surgery import insert_qk_norm
 
@@ -73,6 +72,9 @@ def brute(q: np.ndarray, k: np.ndarray, bias: np.ndarray | float = 0.0, scale: f
         flat = k[:, h].reshape(-1, channels)
         common.append((flat.mean(0) ** 2).sum() / (flat**2).sum(-1).mean())
     return {
+        "q_rms_max": np.sqrt((q**2).mean(-1)).max(),
+        "k_rms_max": np.sqrt((k**2).mean(-1)).max(),
+        "q_rms_projected": math.sqrt((q**2).mean()),
         "q_rms": math.sqrt((q**2).mean()),
         "k_rms": math.sqrt((k**2).mean()),
         "q_cv": np.mean([lengths(q, h).std() / lengths(q, h).mean() for h in range(heads)]),
@@ -139,7 +141,7 @@ def test_blocks_of_rows_do_not_matter(fused: bool, images, monkeypatch: pytest.M
     model = sharpen(tiny_timm())
     model.blocks[0].attn.fused_attn = fused
     whole = read(model, images)
-    monkeypatch.setattr(probes, "_BLOCK", 6 * 4 * 17 * 3)
+    monkeypatch.setattr(attention, "_BLOCK", 6 * 4 * 17 * 3)
     for one, other in zip(read(model, images), whole, strict=True):
         agree(one, {k: v for k, v in other.items() if isinstance(v, float)}, 1e-6)
 
@@ -167,6 +169,25 @@ def test_masks_and_biases(fused: bool, mask: str) -> None:
     with probe(model) as seen:
         model(x, **call)
     agree(seen.rows()[0], brute(*model.vectors(x), wanted))
+
+
+def test_a_query_that_sees_no_key_is_left_out() -> None:
+    """As the padded queries of a batch of unequal lengths; PyTorch's own result for it is NaN or 0."""
+    model = Bare()
+    model.attn.fused_attn = False
+    x = torch.randn(2, 7, 32) * 3
+    mask = torch.zeros(2, 1, 7, 7)
+    mask[0, :, 4:] = mask[0, :, :, 4:] = -math.inf
+    with probe(model) as seen:
+        model(x, attn_mask=mask)
+    q, k = model.vectors(x)
+    parts = [brute(q[:1, :, :4], k[:1, :, :4]), brute(q[1:], k[1:])]
+    row = seen.rows()[0]
+    for name in ("logit_max", "logit_absmax", "logit_spread"):
+        assert row[name] == pytest.approx(max(part[name] for part in parts), rel=1e-5)
+    for name in ("entropy", "entropy_share", "peaked_rows"):
+        assert row[name] == pytest.approx((4 * parts[0][name] + 7 * parts[1][name]) / 11, rel=1e-5)
+    assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -256,7 +277,7 @@ def test_passes_add_up(images) -> None:
     with probe(model) as seen:
         model(images)
         model(images)
-    assert [layer.rows for layer in seen.layers] == [2 * 6 * 17] * 3
+    assert [layer.rows.tolist() for layer in seen.layers] == [[2 * 6 * 17.0] * 4] * 3
 
 
 @pytest.mark.parametrize("kind", ["timm", "ViT"])
@@ -317,6 +338,18 @@ def test_an_error_inside_leaves_no_hooks(images) -> None:
         broken()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert len(read(model, images)) == 3
+
+
+def test_each_head_has_its_own_figures(images) -> None:
+    model = sharpen(tiny_timm())
+    (q, k), *_ = captured(model, images)
+    with probe(model) as seen, torch.no_grad():
+        model(images)
+    heads = seen.layers[0].per_head()
+    assert {len(values) for values in heads.values()} == {4}
+    for h in range(4):
+        wanted = brute(q[:, h : h + 1], k[:, h : h + 1])
+        agree({name: float(values[h]) for name, values in heads.items()}, {n: wanted[n] for n in wanted if n in heads})
 
 
 def test_nothing_seen_is_an_error() -> None:

@@ -127,7 +127,10 @@ def test_what_was_projected_is_told_from_what_enters_attention() -> None:
         insert_qk_norm(model, QKNorm(), init="ones")
         with probe(model) as after:
             run(name, model)
-        assert after.rows()[0]["q_rms_projected"] == pytest.approx(before.rows()[0]["q_rms"], rel=1e-4)
+        for figure in ("q_rms", "k_rms", "q_rms_max", "k_cv"):
+            name = f"{figure}_projected"
+            assert after.rows()[0][name] == pytest.approx(before.rows()[0][figure], rel=1e-4)
+            assert before.rows()[0][name] == before.rows()[0][figure]
         assert after.rows()[0]["q_rms"] == pytest.approx(1.0, abs=0.05)  # short vectors feel eps
 
 
@@ -167,7 +170,7 @@ def test_percentiles_come_within_a_bin() -> None:
     for row, values in zip(seen.rows(), logits, strict=True):
         for key, p in (("logit_p50", 0.5), ("logit_p99", 0.99)):
             wanted = values.flatten().quantile(p).item()
-            assert row[key] == pytest.approx(wanted, abs=0.03 * max(1.0, abs(wanted)))
+            assert row[key] == pytest.approx(wanted, rel=0.02, abs=1e-3)
 
 
 def test_a_sample_reads_less_and_says_so() -> None:
@@ -177,7 +180,7 @@ def test_a_sample_reads_less_and_says_so() -> None:
     for layer, row, whole in zip(some.layers, some.rows(), all_.rows(), strict=True):
         assert row["sampling"] == {"images": 1, "heads": 2, "rows": 4}
         assert "sampling" not in whole
-        assert layer.rows <= 4
+        assert layer.rows.max() <= 4
         assert layer.logit_max.shape == (2,)
         assert row["logit_absmax"] <= whole["logit_absmax"]
         assert row["q_rms"] == whole["q_rms"]
@@ -189,7 +192,7 @@ def test_checkpointed_passes_are_read_once() -> None:
     with probe(model) as seen:
         ZOO["vit"].run(model).sum().backward()
     tokens = 17
-    assert [layer.rows for layer in seen.layers] == [2 * tokens] * 2
+    assert [layer.rows.tolist() for layer in seen.layers] == [[2.0 * tokens] * 4] * 2
 
 
 def test_a_compiled_model_is_refused_at_once() -> None:
@@ -202,3 +205,20 @@ def test_a_compiled_model_is_refused_at_once() -> None:
     in_place.compile(backend="eager")
     with pytest.raises(ModelError, match="compiled"), probe(in_place):
         raise AssertionError("the block must not run")
+    a_block = sharpened("vit")
+    a_block.blocks[1] = torch.compile(a_block.blocks[1], backend="eager")
+    with pytest.raises(ModelError, match="compiled"), probe(a_block):
+        raise AssertionError("the block must not run")
+
+
+def test_a_compiled_step_around_the_model_is_read_too() -> None:
+    model = sharpened("vit")
+    inputs = ZOO["vit"].inputs()
+    step = torch.compile(lambda: model(**inputs).sum(), backend="eager")
+    with torch.no_grad():
+        step()
+        with probe(model) as plain:
+            model(**inputs)
+        with probe(model) as seen:
+            step()
+        assert seen.rows() == plain.rows()
