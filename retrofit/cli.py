@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import retrofit
-from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.errors import CheckpointError, Interrupted, RetrofitError
 from retrofit.qknorm import PRESETS, QKNorm
 from retrofit.runfiles import dumps, read_json
 
 OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
+_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM)
+"""A disk or a quota that is full, and what may not be written."""
 _SRC = "`nano`, hf/ID, a folder of images or a parquet file"
 _MODEL = "`nano`, timm/NAME, hf/ID, timm:DIR, hf:DIR, or a folder that retrofit wrote"
 
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(args, "settings"):
         args.settings = [*args.settings, *settings]
     signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     try:
         return int(args.handler(args))
     except RetrofitError as error:
@@ -47,13 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return OK
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM):
+        if error.errno not in _NOT_WRITABLE:
             raise
         print(f"retrofit: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
         return MISTAKE
+    except Interrupted as error:
+        print("retrofit: ended; what was trained is saved, and the same command goes on from there", file=sys.stderr)
+        return 128 + error.number
     except KeyboardInterrupt:
         print(
-            "retrofit: interrupted; what had finished is kept, and the same command goes on from there",
+            "retrofit: interrupted; what was saved is kept, and the same command goes on from there",
             file=sys.stderr,
         )
         return 128 + signal.SIGINT
@@ -313,7 +319,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _terminated(_number: int, _frame: Any) -> NoReturn:
     print(
-        "retrofit: terminated; what had finished is kept, and the same command goes on from there",
+        "retrofit: terminated; what was saved is kept, and the same command goes on from there",
         file=sys.stderr,
     )
     sys.exit(128 + signal.SIGTERM)

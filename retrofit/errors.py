@@ -33,6 +33,14 @@ class PairMismatch(RetrofitError):
     """Two arms of a pair did not see the same thing, so that their difference would mean nothing."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked for the end. What was being trained is saved, and the same command goes on from there."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def nearest(name: str, known: Iterable[str], n: int = 3) -> str:
     """`; did you mean …?` for a misspelled name, or an empty string where nothing comes near.
 

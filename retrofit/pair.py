@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,15 +17,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from retrofit import runfiles
-from retrofit.checkpoint import load_model, versions
-from retrofit.data import Images, Splits, eval_batches, open_splits
-from retrofit.errors import PairMismatch, RecipeError, RetrofitError
+from retrofit.checkpoint import load_model
+from retrofit.data import Images, Splits, eval_batches, keyed_seed, open_splits
+from retrofit.errors import RetrofitError
+from retrofit.manifest import check_contents, check_recipe, write_manifest
 from retrofit.models import family_of
 from retrofit.models.preprocess import Preprocess
-from retrofit.recipe import Recipe, dump, plain
-from retrofit.runfiles import RunKey, read_json, read_jsonl, write_json, write_text
+from retrofit.recipe import AA, Recipe, dump
+from retrofit.runfiles import RunKey, write_json, write_text
 from retrofit.surgery import Insertion, insert_qk_norm, insert_same
-from retrofit.train import steps_of, train_lockstep
+from retrofit.train import RATE, Seen, check_matched, runs_at_once, steps_of, stoppable, train_lockstep
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,9 @@ def run_pair(
         command: recorded in run.json.
 
     Raises:
-        RecipeError: where the folder holds a study of another recipe.
+        RecipeError: where the folder holds a study of another recipe, other images or another checkpoint.
         PairMismatch: where two arms of a pair did not see the same images in the same order.
+        Interrupted: on SIGINT and SIGTERM, once what is being trained is saved.
         RetrofitError: for a model, data set or precision that cannot be had.
     """
     mine = _part(recipe.plan(), shard)
@@ -68,17 +67,19 @@ def run_pair(
         return False
     _check_machine(recipe)
     runfiles.check_free(run_dir, runfiles.MANIFEST, force)
-    _check_same(recipe, run_dir)
+    check_recipe(run_dir, recipe)
     study = _open(recipe, run_dir)
     runfiles.claim(run_dir, runfiles.MANIFEST, force)
     missing = [key for key in mine if not (run_dir / key.folder / runfiles.RESULT).is_file()]
-    manifest = _manifest(study, command or [])
+    contents = check_contents(run_dir, study.splits, study.original)
     if missing:
         write_text(run_dir / runfiles.RECIPE, dump(recipe))
-        write_json(run_dir / runfiles.MANIFEST, manifest)
+        write_manifest(run_dir, recipe, contents, command or [])
         insertions = {name: _insert(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
-        _train(study, missing, insertions)
-    check_matched(run_dir, recipe.plan())
+        faults = _train(study, missing, insertions)
+        if faults and not any((run_dir / key.folder / runfiles.RESULT).is_file() for key in mine):
+            raise faults[0]
+    check_matched(run_dir, recipe.plan(), rates_differ=bool({*RATE} & {*recipe.unmatched}))
     return True
 
 
@@ -91,32 +92,6 @@ def describe_plan(recipe: Recipe) -> str:
     return (
         f"{dump(recipe)}\nimages: {sizes}\nclasses: {len(splits.classes)}\n{len(plan)} runs of {steps} steps:\n{runs}"
     )
-
-
-def check_matched(run_dir: Path, plan: list[RunKey]) -> None:
-    """Raises PairMismatch unless the finished arms of each pair saw the same batches at the same learning rates."""
-    for _, keys in groupby(plan, key=lambda k: (k.precision, k.seed, k.lr)):
-        results = {key: run_dir / key.folder / runfiles.RESULT for key in keys}
-        seen = {key: _seen(run_dir, key) for key, result in results.items() if result.is_file()}
-        for key, other in combinations(seen, 2):
-            # A run that diverged is shorter; the steps that both took must be the same.
-            at = next((i for i, (a, b) in enumerate(zip(seen[key], seen[other], strict=False)) if a != b), None)
-            if at is not None:
-                raise PairMismatch(
-                    f"{key.folder} and {other.folder} differ in images, epoch or learning rate at step {at}; "
-                    "remove both and run again"
-                )
-
-
-def _seen(run_dir: Path, key: RunKey) -> list[tuple[Any, ...]]:
-    """What a finished run was given at each step. Raises PairMismatch where its metrics are not whole."""
-    rows = read_jsonl(run_dir / key.folder / runfiles.METRICS)
-    result = read_json(run_dir / key.folder / runfiles.RESULT)
-    ended = result.get("diverged_at")
-    steps = result.get("steps", 0) if ended is None else min(ended + 1, result.get("steps", 0))
-    if len(rows) != steps:
-        raise PairMismatch(f"{key.folder} has {len(rows)} rows of metrics for {steps} steps; remove it and run again")
-    return [tuple(row.get(name) for name in ("step", "epoch", "lr", "ids")) for row in rows]
 
 
 def _open(recipe: Recipe, run_dir: Path) -> Study:
@@ -171,7 +146,8 @@ def _insert(study: Study, name: str) -> Insertion:
     return insertion
 
 
-def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]) -> None:
+def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]) -> list[Exception]:
+    """Trains what is missing, and returns the faults of runs that failed."""
     recipe = study.recipe
     steps = steps_of(recipe.train, len(study.splits.train))
     probe_images = list(_pixels(_held_out(study), study.preprocess))
@@ -184,24 +160,69 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
         mininterval=0.5 if sys.stderr.isatty() else 15.0,  # a log file wants a line now and then
     )
 
-    def tick(words: str) -> None:
+    def tick(words: str, done: int) -> None:
         bar.set_postfix_str(words, refresh=False)
-        bar.update()
+        bar.update(done)
 
-    with bar:
-        for (_, seed, _), keys in groupby(missing, key=lambda k: (k.precision, k.seed, k.lr)):
+    faults: list[Exception] = []
+    with bar, stoppable() as stop:
+        for (_, seed), keys in groupby(missing, key=lambda k: (k.precision, k.seed)):
             base = _with_head(study, seed)
-            models = {}
-            for key in keys:
-                model = copy.deepcopy(base)
-                before = _size(model)
-                if key.arm in insertions:
-                    insert_same(model, insertions[key.arm])
-                models[key] = (model, _size(model) - before)
-            with ExitStack() as locks:
-                for key in models:
-                    locks.enter_context(runfiles.locked(study.run_dir / key.folder))
-                train_lockstep(recipe, models, study.splits, study.preprocess, probe_images, study.run_dir, tick)
+            limit = recipe.train.lockstep
+            at_once = runs_at_once(base, recipe.train, study.preprocess.image_size) if limit == "auto" else limit
+            for part in _side_by_side(list(keys), at_once):
+                models = {key: _model(base, key, insertions) for key in part}
+                seen = Seen(study.run_dir, [key for key in recipe.plan() if key.seed == seed and key not in models])
+                with ExitStack() as locks:
+                    for key in models:
+                        locks.enter_context(runfiles.locked(study.run_dir / key.folder))
+                    faults += train_lockstep(
+                        recipe,
+                        models,
+                        study.splits,
+                        study.preprocess,
+                        probe_images,
+                        study.run_dir,
+                        tick,
+                        seen,
+                        stop,
+                    )
+    return faults
+
+
+def _side_by_side(keys: list[RunKey], at_once: int) -> Iterator[list[RunKey]]:
+    """The keys in parts of at most `at_once`, pairs together where they fit."""
+    part: list[RunKey] = []
+    for _, pair in groupby(keys, key=lambda k: k.lr):
+        arms = list(pair)
+        if part and len(part) + len(arms) > at_once:
+            yield part
+            part = []
+        part += arms
+        while len(part) > at_once:
+            yield part[:at_once]
+            part = part[at_once:]
+    if part:
+        yield part
+
+
+def _model(base: nn.Module, key: RunKey, insertions: dict[str, Insertion]) -> tuple[nn.Module, int]:
+    """An arm's model, ready to train, and how many parameters its norms added."""
+    model = copy.deepcopy(base)
+    if key.arm in insertions:
+        insert_same(model, insertions[key.arm])
+    if key.arm == AA:
+        _nudge(model, key.seed)
+    return model, _size(model) - _size(base)
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, seed: int, by: float = 1e-6) -> None:
+    """Multiplies every weight by 1 + `by` * N(0, 1), keyed by the seed; what is 0, such as a fresh bias, stays 0."""
+    generator = torch.Generator().manual_seed(keyed_seed("aa", seed))
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+        weight.mul_(1 + by * noise.to(weight.device))
 
 
 def _with_head(study: Study, seed: int) -> nn.Module:
@@ -239,69 +260,3 @@ def _check_machine(recipe: Recipe) -> None:
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RetrofitError("several processes are not supported yet; run `retrofit pair` in one, or use --shard I/N")
-
-
-def _check_same(recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError with the differing keys where the folder holds a study of another recipe."""
-    if not (run_dir / runfiles.MANIFEST).is_file():
-        return
-    manifest = read_json(run_dir / runfiles.MANIFEST)
-    earlier = _flat(manifest.get("recipe", {})) if isinstance(manifest, dict) else {}
-    now = _flat(runfiles.plain(plain(recipe)))
-    free = {"train.workers", "train.lockstep", "train.checkpoint_every"}
-    differing = sorted(k for k in {*earlier, *now} - free if earlier.get(k) != now.get(k))
-    if differing:
-        shown = ", ".join(f"{k} ({earlier.get(k)} there, {now.get(k)} now)" for k in differing[:8])
-        raise RecipeError(f"{run_dir} holds a study of another recipe; take another -o. Differing: {shown}")
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}{key}.").items()}
-    return {path.rstrip("."): value}
-
-
-def _manifest(study: Study, command: list[str]) -> dict[str, Any]:
-    """run.json. Raises RecipeError where the folder holds a study of other images."""
-    splits = {n: getattr(study.splits, n) for n in ("train", "validation", "test")}
-    path = study.run_dir / runfiles.MANIFEST
-    data = {n: {"images": len(images), "sha256": images.fingerprint()} for n, images in splits.items()}
-    earlier = read_json(path) if path.is_file() else {}
-    changed = [n for n, now in data.items() if now != earlier.get("data", data).get(n)]
-    if changed:
-        raise RecipeError(
-            f"{study.run_dir} holds a study of other images: {', '.join(changed)} has changed since; take another -o"
-        )
-    created = earlier.get("created")
-    return {
-        "version": versions()["retrofit"],
-        "created": created or datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "recipe": plain(study.recipe),
-        "plan": study.recipe.plan(),
-        "classes": study.splits.classes,
-        "data": data,
-        "environment": {
-            "python": platform.python_version(),
-            **versions(),
-            "platform": platform.platform(),
-            "device": _device_name(),
-            "cpu": _cpu_name(),
-            "cpu_threads": torch.get_num_threads(),
-        },
-    }
-
-
-def _device_name() -> str:
-    device = PartialState().device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _cpu_name() -> str:
-    """The processor's model, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

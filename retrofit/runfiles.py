@@ -6,11 +6,13 @@
     RUN/<arm>/insertion.json            what surgery did: calibration and insertion shock (arms with QK-Norm)
     RUN/<arm>/lr<LR:g>-s<SEED>/         one training run; "-<precision>" follows where a plan has several
         metrics.jsonl                   a row a step, deterministic: no clock, no memory
-        timings.jsonl                   what the clock said
+        timings.jsonl                   what the clock said: a step's seconds, and its share of the wait for the batch
         probes.jsonl                    a row a probed step
         predictions.npz                 logits, labels and ids of validation and test
         result.json                     written last: a run that has it is finished
         final/                          weights, loadable with retrofit.load
+        last/                           what an unfinished run goes on from
+        failure.json                    the fault that ended it; gone once the run is started again
 
 JSON here is strict: what is not finite is written as null, since NaN is not JSON.
 """
@@ -27,7 +29,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -43,6 +45,8 @@ PROBES = "probes.jsonl"
 PREDICTIONS = "predictions.npz"
 RESULT = "result.json"
 FINAL = "final"
+LAST = "last"
+FAILURE = "failure.json"
 
 BASELINE = "baseline"
 """The arm that every other is compared with."""
@@ -89,20 +93,48 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `path` whole or not at all: to a temporary name beside it, synced, then renamed."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that becomes `path` when the block ends well: written beside it, synced, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        with os.fdopen(handle, "wb") as file, naming(path):
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
+        sync(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError of a write, which names no file, the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or os.fspath(path)
+        raise
+
+
+def sync(folder: Path) -> None:
+    """Makes what was renamed in a folder last beyond a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `path` whole or not at all."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -168,18 +200,32 @@ def items(value: Any) -> list[Any]:
 
 
 class JsonLines:
-    """A .jsonl file being written, a row a call, from its beginning. None: rows go nowhere."""
+    """A .jsonl file being written, a row a call; from its beginning, or from where a checkpoint says.
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = None
+    Without a path rows go nowhere.
+    """
+
+    def __init__(self, path: Path | None, at: int = 0) -> None:
+        """at: bytes to keep; rows after them are of steps that are done again."""
+        self.path, self._file = path, None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            self._file = path.open("ab")
+            self._file.truncate(at)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(dumps(row) + "\n")
-            self._file.flush()
+        if self._file is not None and self.path is not None:
+            with naming(self.path):
+                self._file.write(dumps(row).encode() + b"\n")
+                self._file.flush()
+
+    def synced(self) -> int:
+        """Brings all rows to the disk, and says how many bytes they are."""
+        if self._file is None or self.path is None:
+            return 0
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         if self._file is not None:
@@ -187,21 +233,41 @@ class JsonLines:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder` for this process, so that no two write one run. Raises RetrofitError where another does."""
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Holds `folder` for this process, so that no two write one run.
+
+    Raises RetrofitError where another process holds it, unless `wait`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RetrofitError(
-                f"another process is training {folder}; wait for it, or give each a part of the plan: --shard I/N"
-            ) from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise RetrofitError(
+                    f"another process is training {folder}; wait for it, or give each a part of the plan: --shard I/N"
+                ) from None
+            if not _is_still(path, file):
+                continue  # its holder has removed it in between: what we hold bars nobody
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_still(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a killed process was still writing in a folder that this one has locked."""
+    for path in folder.glob(".*.????????"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def claim(folder: Path, marker: str, force: bool = False) -> None:

@@ -317,8 +317,8 @@ def test_a_reader_that_leaves_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> No
     assert main(["report", "anywhere"]) == 0
 
 
-def test_interrupted_and_terminated_runs_keep_what_had_finished(place: Path, tmp_path: Path) -> None:
-    """In real processes, both at once: 130 and 143, one line, no traceback, and what was finished stays."""
+def test_interrupted_and_terminated_runs_are_saved(place: Path, tmp_path: Path) -> None:
+    """In real processes, both at once: 130 and 143, no traceback, and what was trained is saved."""
     running = {}
     for sent in (signal.SIGINT, signal.SIGTERM):
         words = ["pair", str(place / "study.yaml"), "-o", str(tmp_path / sent.name), "train.steps=1000000"]
@@ -338,12 +338,13 @@ def test_interrupted_and_terminated_runs_keep_what_had_finished(place: Path, tmp
         for sent, process in running.items():
             _, said = process.communicate(timeout=60)
             assert process.returncode == 128 + sent
-            assert "what had finished is kept, and the same command goes on from there" in said
+            assert "what was trained is saved, and the same command goes on from there" in said
             assert "Traceback" not in said
             run = tmp_path / sent.name
             assert read_jsonl(run / "retrofit" / "lr0.001-s0" / "metrics.jsonl")[0]["step"] == 0
             assert (run / "retrofit" / "insertion.json").is_file()
             assert not list(run.rglob("result.json"))
+            assert [len(list((run / arm).rglob("last/*.pt"))) for arm in ("baseline", "retrofit")] == [1, 1]
             assert not list(run.rglob(".*"))
     finally:
         for process in running.values():
@@ -366,6 +367,6 @@ def test_an_interrupt_is_130_in_process_too(
     with monkeypatch.context() as patch:
         patch.setattr("retrofit.train.ArmRun.step", interrupted)
         assert main(words) == 130
-    assert capsys.readouterr().err.splitlines()[-1].startswith("retrofit: interrupted; what had finished is kept")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("retrofit: interrupted; what was saved is kept")
     assert main(words) == 0
     assert (lost / "metrics.jsonl").read_bytes() == before

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "retrofit"
 
 BASE = {"errors", "stats", "runfiles"}
 TRUNK = ["qknorm", "recipe", "norms", "models", "tap", "probes", "calibrate", "shock", "surgery", "registry"]
-TRUNK += ["checkpoint", "data", "evaluate", "train", "pair"]
+TRUNK += ["checkpoint", "data", "evaluate", "train", "manifest", "pair"]
 MAY: dict[str, set[str]] = {"errors": set(), "stats": {"errors"}, "runfiles": {"errors", "stats"}}
 for _i, _room in enumerate(TRUNK):
     MAY[_room] = BASE | set(TRUNK[:_i])

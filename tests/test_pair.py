@@ -185,9 +185,9 @@ def test_no_test_image_is_looked_at_before_the_end(data: Path, tmp_path: Path, m
     monkeypatch.setattr(Images, "image", lambda self, i: (read.append(self.ids[i]), image(self, i))[1])
     before: dict[str, set[str]] = {}
 
-    def lockstep(*given: Any) -> None:
+    def lockstep(*given: Any) -> Any:
         before["training"] = set(read)
-        finish(*given)
+        return finish(*given)
 
     calibrated: list[set[str]] = []
     insert = pair.insert_qk_norm

@@ -5,8 +5,11 @@ Shapes: B images, H height, W width.
 
 from __future__ import annotations
 
+import hashlib
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,13 @@ class Batch:
     """Of the whole batch, over all processes."""
     epoch: int
     """From 0; 0 in evaluation."""
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the ids, and of the pixels with their labels."""
+        pixels = hashlib.sha256(self.pixels.cpu().numpy().tobytes() + self.labels.cpu().numpy().tobytes())
+        ids = hashlib.sha256("\n".join(self.ids).encode())
+        return {"ids": ids.hexdigest()[:16], "pixels": pixels.hexdigest()[:16]}
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
@@ -161,7 +171,10 @@ class _Loader(Dataset["Batch | DataError"]):
         if self.erasing:
             self._erase(normalised, epoch, mine)
         labels = torch.from_numpy(self.images.labels[mine])
-        return Batch(normalised, labels, [self.images.ids[i] for i in rows], epoch)
+        batch = Batch(normalised, labels, [self.images.ids[i] for i in rows], epoch)
+        if self.seed is not None:
+            _ = batch.fingerprint  # here, where a worker has the time
+        return batch
 
     def _pixels(self, epoch: int, i: int) -> npt.NDArray[np.uint8]:
         if self.seed is not None:
@@ -188,12 +201,19 @@ def _batches(loader: _Loader, plan: Iterable[tuple[int, Ints]], workers: int) ->
             sampler=plan,
             num_workers=workers,
             collate_fn=_as_is,
+            worker_init_fn=_unsignalled,
             generator=torch.Generator(),  # else it draws from the global one
         )
     for batch in loaded:
         if isinstance(batch, DataError):
             raise batch
         yield batch
+
+
+def _unsignalled(_worker: int) -> None:
+    """Leaves it to the main process to answer signals that come to all, such as Ctrl-C: it ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_is(batch: Any) -> Any:

@@ -6,10 +6,27 @@ finish.py    what it leaves at its end
 loop.py      the loop over the arms
 optim.py     what is trained, at which rate and weight decay
 wrapped.py   a model inside accelerate's and torch.compile's wrappers
-memory.py    what a step of one arm needs of memory
+match.py     that they saw the same
+resume.py    checkpoints to go on from
+signals.py   an end that is asked for
+memory.py    what a step of one arm needs of memory, and how many runs fit
 """
 
 from retrofit.train.arm import ArmRun, attention_of
 from retrofit.train.loop import steps_of, train_lockstep
+from retrofit.train.match import RATE, Seen, check_matched
+from retrofit.train.memory import runs_at_once
+from retrofit.train.signals import Stop, stoppable
 
-__all__ = ["ArmRun", "attention_of", "steps_of", "train_lockstep"]
+__all__ = [
+    "RATE",
+    "ArmRun",
+    "Seen",
+    "Stop",
+    "attention_of",
+    "check_matched",
+    "runs_at_once",
+    "steps_of",
+    "stoppable",
+    "train_lockstep",
+]

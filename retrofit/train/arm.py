@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from accelerate import Accelerator
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from retrofit import runfiles
 from retrofit.data import Batch, keyed_rng
@@ -24,10 +26,16 @@ from retrofit.errors import RetrofitError
 from retrofit.models import family_of
 from retrofit.recipe import Train
 from retrofit.runfiles import JsonLines, RunKey
+from retrofit.train import resume
 from retrofit.train.memory import StepMemory
 from retrofit.train.optim import freeze, optimizer_of, schedule_of
 from retrofit.train.watch import Watch
 from retrofit.train.wrapped import Classifier, accelerator_of, compiled, sharded, whole
+
+_PATIENCE = 32
+"""Steps in a row that may be left out: twice the halvings that bring the first loss scale, 65536, to 1."""
+_LOGS = (runfiles.METRICS, runfiles.TIMINGS, runfiles.PROBES)
+_COUNTED = ("diverged_at", "diverged_by", "nonfinite", "in_a_row", "seconds", "resumed_at")
 
 
 def attention_of(train: Train, precision: str, device: torch.device) -> str:
@@ -58,9 +66,20 @@ class ArmRun:
     watch: Watch
     memory: StepMemory
     ema: ModelEmaV3 | None = None
+    at: int = 0
+    """Steps that are done."""
     diverged_at: int | None = None
+    diverged_by: str | None = None
+    """What was not finite: loss, gradient, update or evaluation."""
+    nonfinite: int = 0
+    """Steps whose loss or gradient was not finite, and that changed nothing."""
+    in_a_row: int = 0
+    """How many of them there were at the end."""
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    resumed_at: list[int] = field(default_factory=list)
+    """Where the run went on from a checkpoint."""
+    closed: bool = False
 
     @classmethod
     def start(cls, key: RunKey, model: nn.Module, train: Train, steps: int, run_dir: Path) -> ArmRun:
@@ -79,7 +98,13 @@ class ArmRun:
             raise RetrofitError("train.ema: an average of weights that FSDP shards cannot be kept; leave it out")
         eager, optimizer = accelerator.prepare(Classifier(model.train()), optimizer)
         folder, main = run_dir / key.folder, accelerator.is_main_process
-        return cls(
+        if main:
+            runfiles.sweep(folder)
+            (folder / runfiles.FAILURE).unlink(missing_ok=True)
+        saved = resume.read(folder)
+        kept = {} if saved is None else saved["logs"]
+        metrics, timings, probes = (JsonLines(folder / n if main else None, kept.get(n, 0)) for n in _LOGS)
+        arm = cls(
             key,
             folder,
             accelerator,
@@ -89,22 +114,38 @@ class ArmRun:
             optimizer,
             schedule,
             attention,
-            metrics=JsonLines(folder / runfiles.METRICS if main else None),
-            timings=JsonLines(folder / runfiles.TIMINGS if main else None),
-            watch=Watch(key, model, eager, accelerator.device, JsonLines(folder / runfiles.PROBES if main else None)),
+            metrics=metrics,
+            timings=timings,
+            watch=Watch(key, model, eager, accelerator.device, probes),
             memory=StepMemory(accelerator.device),
             ema=None if train.ema is None else ModelEmaV3(model, train.ema),
         )
+        if saved is not None:
+            arm._restore(saved)
+        return arm
 
     @property
     def alive(self) -> bool:
         return self.diverged_at is None
 
-    def step(self, step: int, batch: Batch, train: Train, layers: list[dict[str, Any]] | None = None) -> None:
-        """One optimizer step. A loss or a gradient that is not finite ends the run: it is a result.
+    @property
+    def loss(self) -> float:
+        """Of the last step; NaN before the first."""
+        return self.losses[-1] if self.losses else math.nan
+
+    @property
+    def going(self) -> bool:
+        """Whether it has steps to take, or its end to come."""
+        return not self.closed
+
+    def step(
+        self, step: int, batch: Batch, train: Train, layers: list[dict[str, Any]] | None = None, waited: float = 0.0
+    ) -> None:
+        """One optimizer step. A loss or a gradient that is not finite is a result (Train.on_nonfinite).
 
         Args:
             layers: what attention did just before this step, where it was probed; written with what the step did to it.
+            waited: this arm's share of the seconds that the batch was waited for.
         """
         began = time.perf_counter()
         self.schedule.step_update(step)
@@ -121,26 +162,21 @@ class ArmRun:
             "lr": self.optimizer.param_groups[0]["lr"],
             "loss": loss.item(),
             "grad_norm": whole(norm).item(),
-            "ids": hashlib.sha256("\n".join(batch.ids).encode()).hexdigest()[:16],
+            **batch.fingerprint,
         }
-        scaler = self.accelerator.scaler  # fp16: it skips a step whose gradients overflow
-        if (
-            not math.isfinite(row["loss"])
-            or not (scaler is not None or math.isfinite(row["grad_norm"]))
-            or not self._updated()
-        ):
-            self.diverged_at = step
+        self._update(step, row["loss"], row["grad_norm"], train)
         if layers is not None:
             self.watch.add_update(layers, before)
             self.watch.write(step, layers, row, self._loss_scale())
         self.optimizer.zero_grad()
-        if self.ema is not None and self.alive:
+        if self.ema is not None and not self.in_a_row:
             self.ema.update(self.model)
         self.losses.append(row["loss"])
         self.metrics.write(row)
         spent = time.perf_counter() - began
         self.seconds += spent
-        self.timings.write({"step": step, "seconds": round(spent, 6)})
+        self.timings.write({"step": step, "seconds": round(spent, 6), "data_seconds": round(waited, 6)})
+        self.at = step + 1
 
     def _gradients(self, step: int, batch: Batch, train: Train) -> Tensor:
         """Leaves the gradient of the whole batch's mean loss in the parameters, and returns that loss.
@@ -168,15 +204,59 @@ class ArmRun:
         result: Tensor = accelerator.reduce(total)
         return result
 
-    def _updated(self) -> bool:
-        """Steps the optimizer; False where the update does not fit into float32, as at absurd learning rates."""
-        try:
-            self.optimizer.step()
-        except RuntimeError as error:
-            if "overflow" in str(error):
-                return False
-            raise
-        return True
+    def _update(self, step: int, loss: float, grad_norm: float, train: Train) -> None:
+        """Moves the weights. What is not finite moves none, and is counted or ends the run."""
+        by = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(grad_norm) else None
+        scaled = self.accelerator.scaler is not None
+        if by is None or scaled:  # fp16: the scaler looks itself, and takes a smaller scale where gradients overflow
+            try:
+                self.optimizer.step()
+            except RuntimeError as error:
+                if "overflow" not in str(error):
+                    raise
+                by = "update"  # it does not fit into float32, as at absurd learning rates
+        self.nonfinite += by is not None
+        self.in_a_row = 0 if by is None else self.in_a_row + 1
+        harmless = (train.on_nonfinite == "skip" and by != "update") or (by == "gradient" and scaled)
+        if by is not None and not (harmless and self.in_a_row < _PATIENCE):
+            self.diverged_at, self.diverged_by = step, by
+
+    def save(self) -> None:
+        """Writes the checkpoint that `start` goes on from."""
+        if not self.accelerator.is_main_process:
+            return
+        scaler = self.accelerator.scaler
+        state = {
+            "logs": {log.path.name: log.synced() for log in self._logs if log.path is not None},
+            "tensors": self._tensors(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "counted": {name: getattr(self, name) for name in _COUNTED},
+        }
+        resume.write(self.folder, self.at, state)
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(saved["tensors"][name])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(saved["scaler"])
+        self.losses = saved["losses"].tolist()
+        for name, value in saved["counted"].items():
+            setattr(self, name, value)
+        self.at = saved["step"]
+        self.resumed_at.append(self.at)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that training changes in the weights and their average; buffers too that a state dict leaves out."""
+        modules = nn.ModuleDict({"model": self.model, **({} if self.ema is None else {"ema": self.ema.module})})
+        return {name: t.detach() for name, t in (*modules.named_parameters(), *modules.named_buffers())}
+
+    @property
+    def _logs(self) -> tuple[JsonLines, ...]:
+        return self.metrics, self.timings, self.watch.rows
 
     def attention_now(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
         """What attention does on the fixed images, a row a layer, computed as in training."""
@@ -196,5 +276,13 @@ class ArmRun:
         return self.model if self.ema is None else self.ema.module
 
     def close(self) -> None:
-        for log in (self.metrics, self.timings, self.watch.rows):
+        for log in self._logs:
             log.close()
+        self.closed = True
+
+    def fail(self, error: Exception) -> None:
+        """Ends the run without a result, and says why; the same command tries it again from its last checkpoint."""
+        self.close()
+        told = "".join(traceback.format_exception(error))
+        runfiles.write_json(self.folder / runfiles.FAILURE, {"step": self.at, "error": told})
+        tqdm.write(f"retrofit: {self.key.folder} failed in step {self.at}; the others go on\n{told}", file=sys.stderr)

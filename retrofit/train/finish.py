@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from io import BytesIO
 from typing import Any
 
@@ -14,6 +15,8 @@ from retrofit.evaluate import predictions, score
 from retrofit.models import evaluating
 from retrofit.models.preprocess import Preprocess
 from retrofit.recipe import Recipe
+from retrofit.runfiles import read_jsonl
+from retrofit.train import resume
 from retrofit.train.arm import ArmRun
 from retrofit.train.wrapped import Classifier, whole
 
@@ -30,22 +33,26 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
     if arm.alive:
         results, arrays = _evaluated(arm, splits, preprocess)
         if any(results[name]["loss"] is None for name in ("validation", "test")):
-            arm.diverged_at = steps
+            arm.diverged_at, arm.diverged_by = steps, "evaluation"
     weights = {name: whole(value) for name, value in arm.result_model.state_dict().items()} if arm.alive else {}
-    arm.close()
     if not arm.accelerator.is_main_process:
+        arm.close()
         return
     if arm.alive:
         buffer = BytesIO()
         np.savez_compressed(buffer, **arrays)
         runfiles.write_bytes(arm.folder / runfiles.PREDICTIONS, buffer.getvalue())
         about = {"base": recipe.model.source, "data": recipe.data.source, **which, "steps": steps, **results}
+        shutil.rmtree(arm.folder / runfiles.FINAL, ignore_errors=True)  # half of it, where a kill left that
         save(arm.result_model, arm.folder / runfiles.FINAL, about=about, weights=weights)
     tail = arm.losses[-max(1, len(arm.losses) // 10) :]
     result = {
         **which,
         "status": "finished" if arm.alive else "diverged",
         "diverged_at": arm.diverged_at,
+        "diverged_by": arm.diverged_by,
+        "attention_before": None if arm.alive else _attention_before(arm),
+        "nonfinite_steps": arm.nonfinite,
         "steps": steps,
         "epochs": round(steps / steps_per_epoch(len(splits.train), recipe.train.batch_size), 3),
         "batch_size": recipe.train.batch_size,
@@ -60,8 +67,23 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
         "seconds": round(arm.seconds, 3),
         "memory_bytes": arm.memory.peak,
         "memory_source": arm.memory.source,
+        "resumed_at": arm.resumed_at,
     }
+    arm.close()
     runfiles.write_json(arm.folder / runfiles.RESULT, result)
+    resume.remove(arm.folder)
+
+
+def _attention_before(arm: ArmRun) -> list[dict[str, Any]]:
+    """The extremes of attention in the last two probes: at the step that diverged, and before it."""
+    rows = []
+    for row in read_jsonl(arm.folder / runfiles.PROBES)[-2:]:
+        extremes: dict[str, Any] = {"step": row["step"]}
+        for name, worst in (("logit_absmax", max), ("entropy_share", min), ("q_rms", max), ("k_rms", max)):
+            told = [(layer[name], layer["site"]) for layer in row["layers"] if layer.get(name) is not None]
+            extremes[name], extremes[f"{name}_site"] = worst(told, default=(None, None))
+        rows.append(extremes)
+    return rows
 
 
 def _evaluated(arm: ArmRun, splits: Splits, preprocess: Preprocess) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,10 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
+
+from retrofit.data import keyed_rng
+from retrofit.models import family_of
+from retrofit.recipe import Train
+
+_USABLE = 0.8
+"""Of the memory that is free: kernels need workspace, and allocators leave gaps."""
+
+
+def runs_at_once(model: nn.Module, train: Train, side: int) -> int:
+    """How many runs of a model fit into the memory that is free, at least 1. They step one after another, so that
+    gradients and activations are there once.
+
+    Args:
+        side: of the images, in pixels.
+    """
+    held, step = estimate(model, train, side)
+    return max(1, int((_USABLE * free_bytes(PartialState().device) - step) // held))
+
+
+def estimate(model: nn.Module, train: Train, side: int) -> tuple[int, int]:
+    """Bytes that a run of an unplaced model will hold between steps, and that its step will need on top.
+
+    An optimizer is taken to keep two values a weight, as AdamW does. What autograd keeps is counted in a forward pass
+    of one image and of two in float32, and grows with their number.
+    """
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    trained = sum(p.nbytes for p in model.parameters())
+    passes = []
+    with keyed_rng("estimate"):
+        for images in (1, 2):
+            kept = _Kept(model)
+            with kept:
+                family_of(model).logits(model, torch.zeros(images, 3, side, side))
+            passes.append(kept.peak)
+    batch = -(-train.batch_size // train.accumulate)
+    copies = 2 if train.ema is not None else 1
+    return copies * weights + 2 * trained, trained + passes[0] + (passes[1] - passes[0]) * (batch - 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a GPU, or for this process on the machine, within the limit of its container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((Path("/sys/fs/cgroup") / f"memory.{n}").read_text().strip() for n in ("max", "current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
 
 
 class StepMemory:
