@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from conftest import MAKERS, outputs_of, sharpen, tiny_hf, tiny_timm
 from torch import nn
 
+from retrofit import probes
 from retrofit.errors import ModelError
 from retrofit.models import family_of, sites_of
 from retrofit.probes import attention, probe
@@ -396,3 +398,11 @@ def test_bound_is_none_with_a_bias(images) -> None:
     model = tiny_hf()
     insert_qk_norm(model, QKNorm.preset("timm"), init="ones")
     assert [row["logit_bound"] for row in read(model, images)] == [None] * 3
+
+
+def test_every_figure_is_defined(images) -> None:
+    model = tiny_timm()
+    insert_qk_norm(model, QKNorm(), init="ones")
+    row = read(model, images)[0]
+    defined = set(re.findall(r"[a-z_0-9]+", probes.__doc__ or ""))
+    assert {name.removesuffix("_projected") for name in row} - {"site", "heads"} <= defined

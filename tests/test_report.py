@@ -456,3 +456,14 @@ def test_statistics_and_report_import_no_model_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_definitions_of_the_probes_are_printed(made: Path) -> None:
+    for name in ("report.md", "report.html"):
+        text = (made / name).read_text(encoding="utf-8").replace("&#39;", "'").replace("\\", "")
+        for words in (
+            "the largest token's sqrt(mean over channels of x^2)",
+            "rotations keep lengths",
+            "detached tensors",
+        ):
+            assert words in text, (name, words)

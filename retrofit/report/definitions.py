@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from importlib.resources import files
+
+from retrofit.report.blocks import Prose, Table
+
+
+def of_the_probes() -> tuple[Prose, Table, Prose]:
+    """How attention is measured: the docstring of retrofit.probes, read as text, since importing it needs torch."""
+    tree = ast.parse(files("retrofit").joinpath("probes", "__init__.py").read_text(encoding="utf-8"))
+    _, how, figures, rules = (ast.get_docstring(tree) or "").split("\n\n")
+    lines = re.sub(r"\n {9,}", " ", figures).splitlines()  # a long definition goes on below itself
+    rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines]
+    table = Table("Figures of attention", ("figure", "definition"), tuple((name, words) for name, words in rows), 2)
+    return Prose(" ".join(how.split())), table, Prose(" ".join(rules.split()))
+
+
 DEFINITIONS = (
     "Pair: two runs with the same seed, learning rate, data order, augmentation and first head, one with "
     "and one without the norm (Bouthillier et al. 2021, arXiv:2103.03098). At their own best rates the two "

@@ -7,7 +7,7 @@ from typing import Any
 
 from retrofit.report import tables, trouble
 from retrofit.report.blocks import Block, Figure, Listing, Page, Points, Prose, Section
-from retrofit.report.definitions import DEFINITIONS
+from retrofit.report.definitions import DEFINITIONS, of_the_probes
 from retrofit.report.words import NONE, accuracy, joined, listed, number, plural, points, rate
 from retrofit.runfiles import BASELINE
 
@@ -31,7 +31,7 @@ def page(document: Mapping[str, Any]) -> Page:
         trouble.section(document),
         _cost(document),
         _what_was_run(document),
-        Section("method", "Definitions and sources", (Points(DEFINITIONS),)),
+        Section("method", "Definitions and sources", (Points(DEFINITIONS), *of_the_probes())),
     )
     return Page(
         title="QK-Norm comparison" if len(arms) > 1 else "Training report",
