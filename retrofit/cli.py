@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import retrofit
+from retrofit import arguments
 from retrofit.errors import CheckpointError, Interrupted, RetrofitError
 from retrofit.qknorm import PRESETS, QKNorm
 from retrofit.runfiles import dumps, read_json
@@ -201,11 +202,26 @@ def _pair(args: argparse.Namespace) -> int:
     if not run_pair(recipe, run_dir, shard=args.shard, force=args.force, command=["retrofit", *sys.argv[1:]]):
         print(f"part {args.shard[0]} of {args.shard[1]} of this plan holds no pair: nothing to do")
         return OK
-    return _write_report(run_dir, args.force)
+    from retrofit.report import write_report
+
+    _show_report(write_report(run_dir, args.force))
+    return OK
 
 
 def _report(args: argparse.Namespace) -> int:
-    return _write_report(args.run_dir, args.force)
+    from retrofit.report import write_overview, write_report
+
+    several = len(args.run_dirs) > 1
+    if several:
+        print(write_overview(args.run_dirs, args.output, args.force, margin=args.margin))
+    folder = None if several else args.output
+    paths = [write_report(run_dir, args.force, margin=args.margin, folder=folder) for run_dir in args.run_dirs]
+    documents = [_show_report(path) for path in paths]
+    if not args.check:
+        return OK
+    found = [f"{run}: {o}" for run, d in zip(args.run_dirs, documents, strict=True) for o in d["verdict"]["objections"]]
+    print(*(f"retrofit: {line}" for line in found), sep="\n", end="\n" if found else "", file=sys.stderr)
+    return NO if found else OK
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -230,14 +246,12 @@ def _verify(args: argparse.Namespace) -> int:
     return OK if proof.ok else NO
 
 
-def _write_report(run_dir: Path, force: bool) -> int:
-    from retrofit.report import write_report
-
-    path = write_report(run_dir, force=force)
+def _show_report(path: Path) -> Any:
+    """Prints what a report found, and returns its document."""
     document = read_json(path.with_suffix(".json"))
     print("\n".join([document["verdict"]["headline"], *document["verdict"]["sentences"]]))
     print(f"report: {path}")
-    return OK
+    return document
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -259,8 +273,10 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("probe", _probe, "see what a model's attention does on some images")
     sub.add_argument("model", metavar="MODEL", help=_MODEL)
     sub.add_argument("--data", metavar="SRC", default="nano", help=_SRC)
-    sub.add_argument("--images", metavar="N", type=_count, default=64, help="at most so many (default 64)")
-    sub.add_argument("--image-size", metavar="PIXELS", type=_count, help="side of the input (default: the model's)")
+    sub.add_argument("--images", metavar="N", type=arguments.count, default=64, help="at most so many (default 64)")
+    sub.add_argument(
+        "--image-size", metavar="PIXELS", type=arguments.count, help="side of the input (default: the model's)"
+    )
     sub.add_argument("--json", action="store_true", help="one JSON document instead of a table")
 
     sub = command("apply", _apply, "put QK-Norm into a model, without training")
@@ -272,8 +288,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
     sub.add_argument("--init", choices=["match", "ones"], help="start of the norm (default match)")
     sub.add_argument("--data", metavar="SRC", help=f"images to calibrate on: {_SRC} (default nano)")
-    sub.add_argument("--images", metavar="N", type=_count, help="how many (default 128)")
-    sub.add_argument("--image-size", metavar="PIXELS", type=_count, help="side of the input (default: the model's)")
+    sub.add_argument("--images", metavar="N", type=arguments.count, help="how many (default 128)")
+    sub.add_argument(
+        "--image-size", metavar="PIXELS", type=arguments.count, help="side of the input (default: the model's)"
+    )
     force(sub)
 
     sub = command("pair", _pair, "fine-tune the arms of a recipe as matched pairs, and report")
@@ -281,11 +299,23 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("settings", nargs="*", metavar="key.sub=value", default=[], help="e.g. train.lr=[1e-4,3e-4]")
     sub.add_argument("-o", "--output", metavar="RUN_DIR", type=Path, help="default: runs/RECIPE")
     sub.add_argument("--dry-run", action="store_true", help="show the resolved recipe and the plan, train nothing")
-    sub.add_argument("--shard", metavar="I/N", type=_shard, default=(1, 1), help="train only part I of N")
+    sub.add_argument("--shard", metavar="I/N", type=arguments.shard, default=(1, 1), help="train only part I of N")
     force(sub)
 
-    sub = command("report", _report, "make the report of a run folder again, from its files")
-    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    sub = command("report", _report, "make the report of a run folder again, from its files, or compare several")
+    sub.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="several: also one table over all")
+    sub.add_argument("-o", "--output", metavar="DIR", type=Path, help="write the report, or the comparison, to DIR")
+    sub.add_argument(
+        "--margin",
+        metavar="POINTS",
+        type=arguments.points,
+        help="practically equal within so many (default: the recipe's)",
+    )
+    sub.add_argument(
+        "--check",
+        action="store_true",
+        help="exit 3 on a verdict of worse, or a divergence in another arm than baseline",
+    )
     force(sub)
 
     sub = command("export", _export, "write a fine-tuned model for use elsewhere, and prove it")
@@ -302,19 +332,6 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("verify", _verify, "prove that an export computes what it should; exit 3 if not")
     sub.add_argument("dir", metavar="DIR", type=Path)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 1 to N, such as 2/8")
-    return int(part), int(parts)
 
 
 def _terminated(_number: int, _frame: Any) -> NoReturn:

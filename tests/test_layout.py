@@ -27,9 +27,10 @@ MAY["report"] = BASE | {"diagnose"}
 MAY["export"] = MAY["checkpoint"] | {"checkpoint"}
 MAY["tables"] = BASE | set(TRUNK)
 MAY["assets"] = set()
+MAY["arguments"] = set()
 MAY["cli"] = {*MAY, "cli"}
 MAY["__main__"] = {"cli"}
-LIGHT = {"errors", "stats", "runfiles", "qknorm", "recipe", "diagnose", "report", "cli", "__main__"}
+LIGHT = {"errors", "stats", "runfiles", "qknorm", "recipe", "diagnose", "report", "arguments", "cli", "__main__"}
 """Rooms that never import torch or a model library when they are imported."""
 HEAVY = {"torch", "torchvision", "timm", "transformers", "accelerate"}
 

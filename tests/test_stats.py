@@ -181,7 +181,7 @@ def naive_spikes(values: list[float], window: int, sigmas: float) -> list[bool]:
 @settings(max_examples=50)
 @given(st.lists(st.floats(0, 10), max_size=40), st.integers(2, 8), st.floats(0.5, 3))
 def test_spikes_are_those_of_the_rule_read_literally(values: list[float], window: int, sigmas: float) -> None:
-    assert list(stats.spikes(values, window, sigmas)) == naive_spikes(values, window, sigmas)
+    assert list(stats.spikes(values, stats.SpikeRule(window, sigmas))) == naive_spikes(values, window, sigmas)
 
 
 def test_spike_score() -> None:
@@ -197,5 +197,5 @@ def test_spike_score() -> None:
 
 def test_more_than_three_sigma_is_meant_strictly() -> None:
     window = [-1.0, 1.0] * 2  # mean 0, population deviation 1
-    assert not stats.spikes([*window, 3.0], 4, 3.0)[-1]
-    assert stats.spikes([*window, 3.0001], 4, 3.0)[-1]
+    assert not stats.spikes([*window, 3.0], stats.SpikeRule(4, 3.0))[-1]
+    assert stats.spikes([*window, 3.0001], stats.SpikeRule(4, 3.0))[-1]

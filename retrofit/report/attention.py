@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from retrofit.report.compare import precisions, rates
-from retrofit.report.read import Layer, Probe, Run, Study
+from retrofit.report.rates import precisions, rates
+from retrofit.report.read import Study
+from retrofit.report.runs import Layer, Probe, Run
 
 
 def traces(study: Study) -> list[dict[str, Any]]:
-    """Largest logit (maximum over seeds) and entropy (mean over seeds) of each layer at each probed step.
+    """Largest logit (maximum over seeds), entropy and norms of q and k (means over seeds), by layer and probed step.
 
     Entropy is a share of its largest possible value, log of the number of visible keys: 1 is uniform
-    attention.
+    attention. Norms are root mean squares over tokens and channels, as attention gets them.
     """
     return [
         {
@@ -25,6 +26,8 @@ def traces(study: Study) -> list[dict[str, Any]]:
             "steps": steps,
             "logit_absmax": _grid(runs, sites, steps, lambda layer: layer.logit_absmax, max),
             "entropy_share": _grid(runs, sites, steps, lambda layer: layer.entropy_share, _mean),
+            "q_rms": _grid(runs, sites, steps, lambda layer: layer.q_rms, _mean),
+            "k_rms": _grid(runs, sites, steps, lambda layer: layer.k_rms, _mean),
         }
         for place, runs, sites in _places(study)
         for steps in [sorted({probe.step for run in runs for probe in run.probes})]
@@ -52,6 +55,10 @@ def layers(study: Study) -> list[dict[str, Any]]:
                     "logit_bound_after": _over(last, lambda x: x.logit_bound, max),
                     "entropy_share_before": _over(first, lambda x: x.entropy_share, _mean),
                     "entropy_share_after": _over(last, lambda x: x.entropy_share, _mean),
+                    "q_rms_before": _over(first, lambda x: x.q_rms, _mean),
+                    "q_rms_after": _over(last, lambda x: x.q_rms, _mean),
+                    "k_rms_before": _over(first, lambda x: x.k_rms, _mean),
+                    "k_rms_after": _over(last, lambda x: x.k_rms, _mean),
                     "peaked_rows_after": _over(last, lambda x: x.peaked_rows, _mean),
                 }
             )

@@ -65,3 +65,5 @@ class Page:
     limits: tuple[str, ...]
     """Shown under the heading LIMITS."""
     sections: tuple[Section, ...]
+    provisional: bool = False
+    """Whether the verdict stands on so few pairs that it may not last."""

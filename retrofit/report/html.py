@@ -25,7 +25,6 @@ def to_html(page: Page, document: Mapping[str, Any]) -> str:
         mark=Markup(MARK),
         page=page,
         limits=LIMITS,
-        provisional=document["verdict"]["provisional"],
         kind=lambda block: type(block).__name__,
         panels=lambda figure: figures.panels(figure.name, document),
         legend=lambda figure: figures.legend(figure.name, document),

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from numpy.typing import NDArray
 
-from retrofit.report.svg import INK, MUTED, arm_colour
+from retrofit.report.svg import INK, MUTED, RULE, arm_colour
 from retrofit.report.words import number, rate
 
 Rows = Sequence[Mapping[str, Any]]
@@ -18,6 +18,14 @@ _MARKERS = "os^Dv*"
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (4, 1, 1, 1)), (0, (6, 2)), (0, (2, 2)))
 _PUBLISHED = (100, 1_000, 10_000)
 """Largest logits: Kimi K2's cap; where losses suffer; above which runs diverged (Wortsman et al. 2023)."""
+_LINE = 11
+"""Height of a pair's line, in CSS pixels."""
+_NOTE: dict[str, Any] = {"textcoords": "offset points", "color": MUTED}
+_LEFT = {
+    "cosine_class_token": "cosine, class token",
+    "cosine_patch_tokens": "cosine, patches",
+    "top1_agreement": "same top class",
+}
 _MAP: dict[str, Any] = {
     "cmap": "cividis",
     "lw": 0.8,
@@ -44,26 +52,78 @@ def accuracies(axes: Axes, runs: Rows, arms: Sequence[str], chance: float) -> No
     axes.set_ylabel("test accuracy, %")
 
 
-def differences(axes: Axes, comparisons: Rows, arm: int, low: float, high: float) -> None:
-    """A row a comparison: pairs as marks, the mean as a stroke, the interval as a bar."""
+def row_height(pairs: int) -> int:
+    """Height in CSS pixels of a comparison's row: every pair has a line of its own."""
+    return max(26, _LINE * pairs + 8)
+
+
+def differences(axes: Axes, rows: Rows, arm: int, low: float, high: float, margin: float) -> None:
+    """A row a comparison: pairs as marks in the order of their seeds, the mean as a stroke, the interval as a bar."""
+    axes.axvspan(-100 * margin, 100 * margin, color=RULE, alpha=0.5, lw=0)
     axes.axvline(0, color=INK, lw=1)
-    for y, c in enumerate(comparisons):
-        told = c["accuracy"]
-        if told["interval"]:
-            axes.plot(np.multiply(told["interval"], 100), [y, y], color=arm_colour(arm), lw=5, alpha=0.3)
-        axes.plot([100 * told["mean"]] * 2, [y - 0.22, y + 0.22], color=arm_colour(arm), lw=2)
-        for value in told["differences"]:
-            axes.plot(100 * value, y, **_mark(arm, False, 4.5))
-    axes.set_yticks(
-        range(len(comparisons)),
-        [rate(c["lr"]) if c["kind"] == "same_rate" else "own best" for c in comparisons],
-    )
-    axes.set_ylim(len(comparisons) - 0.4, -0.6)
-    margin = 4 * (high - low) or 1.0
-    axes.set_xlim(100 * low - margin, 100 * high + margin)
+    room, top, middles = 4 * (high - low) or 1.0, 0, []
+    for row in rows:
+        told, height, floor = row["accuracy"], row_height(row["pairs"]), row["kind"] == "noise_floor"
+        colour, middle = MUTED if floor else arm_colour(arm), top + height / 2
+        if interval := told["interval_alone" if floor else "interval"]:
+            axes.plot(np.multiply(interval, 100), [middle] * 2, color=colour, lw=5, alpha=0.3)
+        axes.plot([100 * told["mean"]] * 2, [top + 3, top + height - 3], color=colour, lw=1.6)
+        shape: dict[str, Any] = {"color": colour, "ls": "", "marker": "o" if floor else _MARKERS[arm % 6], "ms": 4.5}
+        for k, (seed, value) in enumerate(zip(row["seeds"], told["differences"], strict=True)):
+            at = (100 * value, middle + _LINE * (k - (row["pairs"] - 1) / 2))
+            hollow: dict[str, Any] = {"mfc": "none", "mew": 1.2} if seed in row["lost"] else {"mew": 0}
+            axes.plot(*at, **shape, **hollow)
+            axes.annotate(str(seed), at, (4, 0), **_NOTE, fontsize=6.5, va="center_baseline")
+        middles.append(middle)
+        top += height
+        axes.axhline(top, color=RULE, lw=0.6)
+    axes.set_yticks(middles, [_row_name(c) for c in rows])
+    axes.set_ylim(top, 0)
+    axes.set_xlim(100 * low - room, 100 * high + room)
     axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
     axes.set_xlabel("difference, points of test accuracy")
     axes.set_ylabel("learning rate")
+
+
+def studies(axes: Axes, rows: Rows, names: Sequence[str]) -> None:
+    """A row a study and arm: the mean difference and its interval."""
+    axes.axvline(0, color=INK, lw=1)
+    for y, row in enumerate(rows):
+        if row["interval"]:
+            axes.plot(np.multiply(row["interval"], 100), [y, y], color=arm_colour(1), lw=5, alpha=0.3)
+        axes.plot(100 * row["difference"], y, color=arm_colour(1), ls="", marker=_MARKERS[1], ms=5, mew=0)
+    axes.set_yticks(range(len(names)), [name if len(name) < 29 else f"…{name[-28:]}" for name in names])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.margins(x=0.08)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("difference, points of test accuracy")
+
+
+def _row_name(row: Mapping[str, Any]) -> str:
+    if row["kind"] == "noise_floor":
+        return f"A/A {rate(row['lr'])}"
+    return rate(row["lr"]) if row["kind"] == "same_rate" else "own best"
+
+
+def shock(axes: Axes, row: Mapping[str, Any], arm: int) -> None:
+    """What is left of the original's function by start: the one that was trained filled, the other hollow."""
+    shown = [k for k in _LEFT if any(s[k] is not None for s in row["shock"].values())]
+    for y, key in enumerate(shown):
+        values = {start: s[key] for start, s in row["shock"].items() if s[key] is not None}
+        axes.plot([min(values.values()), max(values.values())], [y, y], color=RULE, lw=3, zorder=1)
+        for start, value in values.items():
+            hollow: dict[str, Any] = {} if start == row["init"] else {"mfc": "none"}
+            axes.plot(value, y, color=arm_colour(arm), ls="", marker=_MARKERS[arm % 6], ms=6, mew=1.4, **hollow)
+            axes.annotate(start, (value, y), (0, 6), **_NOTE, fontsize=8, ha="center")
+    axes.set_yticks(range(len(shown)), [_LEFT[k] for k in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.7)
+    lowest = min((s[k] for s in row["shock"].values() for k in shown if s[k] is not None), default=0.0)
+    axes.set_xlim(min(0.0, lowest) - 0.05, 1.05)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("1: the original's function")
 
 
 def losses(axes: Axes, curves: Rows, arms: Sequence[str], low: float, high: float) -> None:
@@ -76,11 +136,28 @@ def losses(axes: Axes, curves: Rows, arms: Sequence[str], low: float, high: floa
         for step in c["spikes"]:
             above = np.interp(step, steps, loss) + 1.5 * margin
             axes.plot(step, min(above, high), "v", color=arm_colour(i), ms=6, mew=0)
+        if c["validation_loss"] is not None and steps.size:
+            axes.plot(steps[-1], min(c["validation_loss"], high), "o", mfc="none", mec=arm_colour(i), ms=6, mew=1.2)
         for k in np.flatnonzero(np.isfinite(loss))[-1:]:
             axes.plot(steps[k], min(loss[k], high), **_mark(i, c["diverged_at"] is not None, 3.5))
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats")
+
+
+def loss_differences(axes: Axes, rows: Rows, arms: Sequence[str], low: float, high: float) -> None:
+    """Loss minus the baseline's on the same batch against step: mean of the seeds, their range; the twin grey."""
+    axes.axhline(0, color=INK, lw=1)
+    for r in rows:
+        i = 0 if r["twin"] else arms.index(r["arm"])
+        colour = MUTED if r["twin"] else arm_colour(i)
+        if len(r["seeds"]) > 1:
+            axes.fill_between(r["steps"], r["low"], r["high"], color=colour, alpha=0.18, lw=0)
+        axes.plot(r["steps"], r["mean"], color=colour, ls=":" if r["twin"] else _DASHES[i % 6], lw=1.2)
+    margin = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlabel("step")
+    axes.set_ylabel("difference, nats")
 
 
 def logits(axes: Axes, traces: Rows, arms: Sequence[str], low: float, high: float) -> None:
@@ -103,11 +180,12 @@ def logits(axes: Axes, traces: Rows, arms: Sequence[str], low: float, high: floa
 
 def heatmap(axes: Axes, trace: Mapping[str, Any], key: str, scale: Normalize) -> None:
     """Layers down, probed steps across; cells without a value stay empty."""
-    axes.pcolormesh(np.ma.masked_invalid(_floats(trace[key])), norm=scale, **_MAP)
+    cells = np.ma.masked_invalid(_floats(trace[key]))
+    size = (0, len(trace["steps"]), len(trace["sites"]), 0)
+    axes.imshow(cells, norm=scale, cmap=_MAP["cmap"], interpolation="none", aspect="auto", extent=size)
     for axis, names, most in (("x", trace["steps"], 6), ("y", range(len(trace["sites"])), 8)):
         shown = range(0, len(names), -(-len(names) // most))
         getattr(axes, f"set_{axis}ticks")([k + 0.5 for k in shown], [str(names[k]) for k in shown])
-    axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xlabel("step")
     axes.set_ylabel("layer")
@@ -138,10 +216,10 @@ def _mark(arm: int, diverged: bool, size: float) -> dict[str, Any]:
 
 
 def _log_ticks(axes: Axes, axis: str, ticks: Sequence[float], low: float, high: float) -> None:
-    """Plain numbers at those of `ticks` that lie on a log axis; where none does, matplotlib's own stay."""
+    """Plain numbers at those of `ticks` that lie on a log axis; its ends, where fewer than two do."""
     shown = [v for v in ticks if low <= v <= high]
-    if shown:
-        getattr(axes, f"set_{axis}ticks")(shown, [number(v) for v in shown])
+    shown = shown if len(shown) > 1 else [low, high]
+    getattr(axes, f"set_{axis}ticks")(shown, [number(v) for v in shown])
     axes.minorticks_off()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +10,41 @@ import numpy as np
 
 from retrofit import stats
 from retrofit.diagnose import Trained, diagnose
-from retrofit.report import attention, compare, trouble
-from retrofit.report.read import Run, Study, read_study
+from retrofit.report import attention, noise, rates, trouble
+from retrofit.report.compare import comparisons
+from retrofit.report.cost import cost
+from retrofit.report.read import Study, read_study
+from retrofit.report.runs import Run
 from retrofit.report.verdict import verdict
-from retrofit.runfiles import BASELINE, count, items, number, plain, table, text
+from retrofit.runfiles import count, items, number, plain, table, text
 
 SCHEMA = "qknorm-retrofit/report/1"
 """Stands in every report.json, and marks it as one that retrofit wrote."""
-_CURVE_POINTS = 60
+DEFAULT_MARGIN = 0.5
+"""Points of accuracy, for a folder whose recipe names no margin."""
 _LAYER_NUMBERS = (
     "shift_share",
     "key_norm_cv_before",
     "key_norm_cv_after",
     "logit_absmax_before",
     "logit_bound",
+    "kl_before",
+    "kl_after",
 )
 
 
-def build_report(run_dir: Path) -> dict[str, Any]:
+def build_report(run_dir: Path, margin: float | None = None) -> dict[str, Any]:
     """The report's document for a run folder, from its files alone; the same files give the same document.
+
+    Args:
+        margin: points of accuracy within which arms are practically equal; None for the recipe's.
 
     Raises RetrofitError where the folder does not exist or holds no run.
     """
     study = read_study(Path(run_dir))
-    best = compare.best_rates(study)
-    comparisons, unmatched = compare.comparisons(study, best)
+    points = _margin(study, margin)
+    best = rates.best_rates(study)
+    compared, mismatched = comparisons(study, best, points["points"] / 100)
     layers = attention.layers(study)
     diagnosed = diagnose(
         [Trained.read(Path(run_dir), run.key) for run in study.runs if run.counts],
@@ -43,23 +53,37 @@ def build_report(run_dir: Path) -> dict[str, Any]:
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "verdict": {},
-        "study": _study(study),
+        "study": _study(study) | {"margin": points},
         "runs": [_run(run, study.classes) for run in study.runs],
+        "twins": [_run(run, study.classes) for run in study.twins],
+        "outcomes": rates.table(study),
         "best_rates": best,
-        "comparisons": comparisons,
-        "lr_sensitivity": compare.lr_sensitivity(study),
+        "comparisons": compared,
+        "noise_floor": noise.noise_floor(study),
+        "lr_sensitivity": rates.sensitivity(study),
         "insertion": [_insertion(arm, content) for arm, content in study.insertions.items() if content],
         "logits": attention.extremes(layers),
         "layers": layers,
         "traces": attention.traces(study),
         "trouble": trouble.findings(diagnosed, study.arms),
         "curves": [_curve(run) for run in study.runs if run.loss],
-        "cost": list(_cost(study)),
-        "faults": [{"path": f.path, "reason": f.reason} for f in [*study.faults, *unmatched]],
+        "loss_differences": noise.loss_differences(study),
+        "cost": cost(study),
+        "faults": [{"path": f.path, "reason": f.reason} for f in [*study.faults, *mismatched]],
     }
     document["verdict"] = verdict(document)
     result: dict[str, Any] = plain(document)
     return result
+
+
+def _margin(study: Study, given: float | None) -> dict[str, Any]:
+    """The margin of equivalence in points, and who set it."""
+    planned = number(table(study.manifest.get("recipe")).get("margin"))
+    if given is not None:
+        return {"points": given, "set_by": "option"}
+    if planned is not None and planned > 0:
+        return {"points": planned, "set_by": "recipe"}
+    return {"points": DEFAULT_MARGIN, "set_by": "default"}
 
 
 def _study(study: Study) -> dict[str, Any]:
@@ -67,7 +91,7 @@ def _study(study: Study) -> dict[str, Any]:
     manifest = study.manifest
     recipe = table(manifest.get("recipe"))
     arms = table(recipe.get("arms"))
-    counted = sum(run.counts for run in study.runs)
+    every = [*study.runs, *study.twins]
     return {
         "retrofit_version": text(manifest.get("version")),
         "created": text(manifest.get("created")),
@@ -80,16 +104,18 @@ def _study(study: Study) -> dict[str, Any]:
                 "qk_norm": dict(table(table(arms.get(arm)).get("qk_norm"))) or None,
                 "formula": text(study.insertions.get(arm, {}).get("formula")),
                 "init": text(table(arms.get(arm)).get("init")) if table(arms.get(arm)).get("qk_norm") else None,
+                "own": dict(table(table(arms.get(arm)).get("train"))),
             }
             for arm in study.arms
         ],
         "lrs": sorted({run.key.lr for run in study.runs}),
         "seeds": sorted({run.key.seed for run in study.runs}),
-        "precisions": compare.precisions(study),
+        "precisions": rates.precisions(study),
         "classes": study.classes,
         "class_names": _texts(manifest.get("classes")),
-        "runs_planned": len(study.runs),
-        "runs_counted": counted,
+        "runs_planned": len(every),
+        "runs_counted": sum(run.counts for run in every),
+        "unmatched": _texts(recipe.get("unmatched")),
         "recipe": dict(recipe),
         "splits": {
             str(name): {
@@ -131,7 +157,9 @@ def _run(run: Run, classes: int) -> dict[str, Any]:
         "device": text(result.get("device")),
         "seconds": number(result.get("seconds")),
         "seconds_per_step": float(np.median(run.seconds)) if run.seconds else None,
+        "memory_bytes": count(result.get("memory_bytes")),
         "spike_score": stats.spike_score(run.loss, run.grad_norm),
+        "spike_score_olmo2": stats.spike_score(run.loss, run.grad_norm, stats.OLMO2),
     }
 
 
@@ -164,6 +192,7 @@ def _insertion(arm: str, content: Any) -> dict[str, Any]:
             {"name": text(table(s).get("name")), "reason": text(table(s).get("reason"))}
             for s in items(content.get("skipped"))
         ],
+        "warnings": _texts(content.get("warnings")),
         "calibration_images": count(content.get("calibration_images")),
         "held_out_images": count(content.get("held_out_images")),
         "shock": shock,
@@ -176,7 +205,7 @@ def _insertion(arm: str, content: Any) -> dict[str, Any]:
 
 def _curve(run: Run) -> dict[str, Any]:
     """The training loss, each point the mean of a few steps, so that a report of many runs stays small."""
-    width = -(-len(run.loss) // _CURVE_POINTS)
+    width = -(-len(run.loss) // noise.POINTS)
     starts = range(0, len(run.loss), width)
     return {
         "arm": run.key.arm,
@@ -187,42 +216,15 @@ def _curve(run: Run) -> dict[str, Any]:
         "steps": [float(np.mean(run.steps[i : i + width])) for i in starts],
         "loss": [_mean(run.loss[i : i + width]) for i in starts],
         "spikes": [run.steps[i] for i in np.flatnonzero(stats.spikes(run.loss))],
+        "spikes_olmo2": [run.steps[i] for i in np.flatnonzero(stats.spikes(run.loss, stats.OLMO2))],
+        "validation_loss": run.validation.loss if run.validation and run.status == "finished" else None,
         "diverged_at": count(run.result.get("diverged_at")),
     }
-
-
-def _cost(study: Study) -> Iterable[dict[str, Any]]:
-    """What an arm costs more than the baseline: parameters, and the step's time, paired by rate and seed."""
-    for precision in compare.precisions(study):
-        for arm in study.arms:
-            runs = [r for r in study.runs if r.counts and (r.key.precision, r.key.arm) == (precision, arm)]
-            if not runs:
-                continue
-            ratios = [
-                float(np.median(run.seconds) / np.median(twin.seconds))
-                for run, twin in compare.pairs(study)
-                if run in runs and run.seconds and twin.seconds
-            ]
-            medians = [float(np.median(r.seconds)) for r in runs if r.seconds]
-            yield {
-                "arm": arm,
-                "precision": precision,
-                "parameters": _first(count(r.result.get("parameters")) for r in runs),
-                "parameters_added": _first(count(r.result.get("parameters_added")) for r in runs),
-                "seconds_per_step": float(np.median(medians)) if medians else None,
-                "time_ratio": float(np.median(ratios)) if ratios and arm != BASELINE else None,
-                "time_ratio_range": [min(ratios), max(ratios)] if ratios and arm != BASELINE else None,
-                "pairs": len(ratios),
-            }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     finite = [v for v in values if v is not None]
     return float(np.mean(finite)) if finite else None
-
-
-def _first(values: Iterable[int | None]) -> int | None:
-    return next((v for v in values if v is not None), None)
 
 
 def _texts(value: Any) -> list[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from retrofit.report.blocks import Table
 from retrofit.report.words import (
@@ -15,7 +12,6 @@ from retrofit.report.words import (
     band,
     fixed,
     interval,
-    listed,
     number,
     points,
     rate,
@@ -23,9 +19,11 @@ from retrofit.report.words import (
 )
 
 Document = Mapping[str, Any]
+TWIN = "A/A"
+"""How the baseline's twin is called on the page."""
 
 
-def arm(document: Document, row: Mapping[str, Any]) -> str:
+def arm_of(document: Document, row: Mapping[str, Any]) -> str:
     """The row's arm, with its precision where the study has several."""
     return f"{row['arm']} ({row['precision']})" if len(document["study"]["precisions"]) > 1 else str(row["arm"])
 
@@ -36,35 +34,31 @@ def compared_at(c: Mapping[str, Any]) -> str:
     return f"own best ({rate(c['lr'])}, {rate(c['baseline_lr'])})"
 
 
-def means(document: Document) -> Iterable[dict[str, Any]]:
-    """Mean test accuracy of each arm at each rate, as counted."""
-    order = [a["name"] for a in document["study"]["arms"]]
-    places = {(r["precision"], r["arm"], r["lr"]) for r in document["runs"] if r["counted_as"]}
-    for precision, name, lr in sorted(places, key=lambda p: (p[0], order.index(p[1]), p[2])):
-        runs = [
-            r
-            for r in document["runs"]
-            if r["counted_as"] and (r["precision"], r["arm"], r["lr"]) == (precision, name, lr)
-        ]
-        yield {
-            "arm": name,
-            "precision": precision,
-            "lr": lr,
-            "runs": len(runs),
-            "diverged": sum(r["status"] == "diverged" for r in runs),
-            "accuracy": float(np.mean([r["counted_as"]["accuracy"] for r in runs])),
-            "loss": float(np.mean([r["counted_as"]["loss"] for r in runs])),
-        }
+def outcomes(document: Document) -> Table:
+    rows = tuple(
+        (
+            arm_of(document, m),
+            rate(m["lr"]),
+            str(m["runs"]),
+            f"{m['diverged']} ({100 * m['diverged_share']:.0f} %)" if m["diverged"] else "0",
+            accuracy(m["accuracy"]),
+            NONE if m["accuracy_sd"] is None else fixed(100 * m["accuracy_sd"], 1),
+            fixed(m["loss"]),
+        )
+        for m in document["outcomes"]
+    )
+    columns = ("Arm", "Rate", "Runs", "Diverged", "Test", "Its deviation", "Test loss")
+    return Table("Every arm at every learning rate; a diverged run counts as chance", columns, rows, words=2)
 
 
 def best_rates(document: Document) -> Table:
-    tested = {(m["precision"], m["arm"], m["lr"]): m for m in means(document)}
+    tested = {(m["precision"], m["arm"], m["lr"]): m for m in document["outcomes"]}
     rows = []
     for b in document["best_rates"]:
         m = tested.get((b["precision"], b["arm"], b["lr"]))
         rows.append(
             (
-                arm(document, b),
+                arm_of(document, b),
                 rate(b["lr"]) + (f" (the {b['edge']})" if b["edge"] else ""),
                 accuracy(b["validation_accuracy"]),
                 accuracy(m["accuracy"] if m else None),
@@ -77,7 +71,7 @@ def best_rates(document: Document) -> Table:
 
 
 def differences(document: Document, metric: str) -> Table:
-    """Paired differences of one metric; accuracy in points, loss in nats."""
+    """Paired differences of one metric, the noise floor below them; accuracy in points, loss in nats."""
     scale, digits = (100.0, 1) if metric == "accuracy" else (1.0, 3)
     show: Callable[[float | None], str] = points if metric == "accuracy" else signed
     rows = []
@@ -85,19 +79,21 @@ def differences(document: Document, metric: str) -> Table:
         m = c[metric]
         rows.append(
             (
-                arm(document, c),
+                arm_of(document, c),
                 compared_at(c),
                 m["verdict"],
                 str(c["pairs"]),
                 show(m["mean"]),
-                interval(m["interval"], scale, digits),
-                band(m["level"]) if m["interval"] else NONE,
+                _banded(m["interval"], m["level"], scale, digits),
                 number(m["p_holm"]),
-                number(m["sign_flip_p"]),
-                number(m["sign_flip_floor"]),
-                NONE if m["improvement"] is None else f"{number(m['improvement'] * c['pairs'])} of {c['pairs']}",
+                *_alone(m, c["pairs"]),
             )
         )
+    for row in document["noise_floor"]:
+        m = row[metric]
+        told = ("noise floor", str(row["pairs"]), show(m["mean"]), _banded(m["interval_alone"], 0.95, scale, digits))
+        twin = arm_of(document, {**row, "arm": TWIN})
+        rows.append((twin, rate(row["lr"]), *told, NONE, *_alone(m, row["pairs"])))
     unit = "test accuracy, in points" if metric == "accuracy" else "test loss, in nats (lower is better)"
     some = any(c[metric]["provisional"] for c in document["comparisons"])
     return Table(
@@ -109,40 +105,104 @@ def differences(document: Document, metric: str) -> Table:
             "Pairs",
             "Mean",
             "Interval",
-            "Level",
             "p, Holm",
             "Sign-flip p",
-            "Its floor",
-            "Higher in",
+            "Better in",
+            "P(better), 95 %",
         ),
         tuple(rows),
         words=3,
     )
 
 
+def _banded(bounds: Sequence[float] | None, level: float, scale: float, digits: int) -> str:
+    return f"{interval(bounds, scale, digits)} ({band(level)})" if bounds else NONE
+
+
+def _alone(m: Mapping[str, Any], pairs: int) -> tuple[str, ...]:
+    """Sign-flip p with its floor, pairs in which the arm is better, and what that leaves for its probability."""
+    low_high = m["improvement_interval"]
+    return (
+        NONE if m["sign_flip_p"] is None else f"{number(m['sign_flip_p'])} (floor {number(m['sign_flip_floor'])})",
+        NONE if m["improvement"] is None else f"{number(m['improvement'] * pairs)} of {pairs}",
+        NONE if low_high is None else f"{fixed(low_high[0], 2)} to {fixed(low_high[1], 2)}",
+    )
+
+
+def equivalence(document: Document) -> Table:
+    margin = f"±{document['study']['margin']['points']:g} points"
+    rows = tuple(
+        (
+            arm_of(document, c),
+            compared_at(c),
+            c["accuracy"]["verdict"],
+            str(c["pairs"]),
+            interval(c["accuracy"]["equivalence_interval"]),
+            number(c["accuracy"]["equivalence_p_holm"]),
+            NONE if c["accuracy"]["more_pairs"] is None else str(c["accuracy"]["more_pairs"]),
+        )
+        for c in document["comparisons"]
+    )
+    columns = ("Arm", "At rate", "Verdict", "Pairs", f"Inside {margin}?", "p, Holm", "More seeds to decide")
+    return Table(
+        f"Practically equal? Two one-sided tests that the difference in test accuracy lies within {margin}",
+        columns,
+        rows,
+        words=3,
+    )
+
+
+def images(document: Document) -> Table:
+    """McNemar of each pair at the best rates, and the two-way bootstrap of each comparison."""
+    rows = []
+    for c in document["comparisons"]:
+        told = c["images"]
+        if told and c["kind"] == "own_best":
+            rows += [
+                (
+                    arm_of(document, c),
+                    compared_at(c),
+                    f"seed {pair['seed']}",
+                    str(pair["arm_only"]),
+                    str(pair["baseline_only"]),
+                    number(pair["p"]),
+                    NONE,
+                )
+                for pair in told["pairs"]
+            ]
+        if told and told["interval"]:
+            where = (arm_of(document, c), compared_at(c), f"all {c['pairs']} seeds")
+            rows.append((*where, NONE, NONE, NONE, interval(told["interval"])))
+    columns = ("Arm", "At rate", "Which", "Only arm right", "Only baseline right", "McNemar p", "Two-way bootstrap")
+    return Table("Image by image", columns, tuple(rows), words=3)
+
+
 def sensitivity(document: Document) -> Table:
     rows = tuple(
         (
-            arm(document, s),
+            arm_of(document, s),
             f"{rate(s['rates'][0])} to {rate(s['rates'][-1])} ({len(s['rates'])} rates)",
             fixed(s["mean"]),
             interval(s["interval"], 1.0, 3).replace("+", ""),
             str(len(s["by_seed"])),
+            signed(s["difference"]["mean"]) if s["difference"] else NONE,
+            interval(s["difference"]["interval"], 1.0, 3) if s["difference"] else NONE,
         )
         for s in document["lr_sensitivity"]
     )
-    columns = ("Arm", "Over", "Mean", "95 % interval", "Seeds")
+    columns = ("Arm", "Over", "Mean", "95 % interval", "Seeds", "To baseline", "95 % interval")
     return Table("Learning-rate sensitivity, in nats of validation loss; less is steadier", columns, rows, words=2)
 
 
 def runs(document: Document) -> Table:
     rows = []
-    for r in sorted(document["runs"], key=lambda r: (r["precision"], r["lr"], r["seed"])):  # pairs stand together
+    every = [*document["runs"], *({**r, "arm": TWIN} for r in document["twins"])]
+    for r in sorted(every, key=lambda r: (r["precision"], r["lr"], r["seed"])):  # pairs stand together
         score = r["test"] or {}
         status = f"diverged at step {r['diverged_at']}" if r["diverged_at"] is not None else r["status"]
         rows.append(
             (
-                arm(document, r),
+                arm_of(document, r),
                 rate(r["lr"]),
                 str(r["seed"]),
                 status,
@@ -150,7 +210,8 @@ def runs(document: Document) -> Table:
                 fixed(score.get("loss")),
                 accuracy((r["validation"] or {}).get("accuracy")),
                 fixed(r["train_loss"]),
-                NONE if r["spike_score"] is None else f"{100 * r['spike_score']:.2g} %",
+                _share(r["spike_score"]),
+                _share(r["spike_score_olmo2"]),
             )
         )
     columns = (
@@ -162,94 +223,14 @@ def runs(document: Document) -> Table:
         "Test loss",
         "Validation",
         "Train loss",
-        "Spike score",
+        "Spikes, 128",
+        "Spikes, 1000",
     )
-    return Table("Every run of the plan", columns, tuple(rows), words=4)
+    return Table("Every run of the plan; spikes as a share of steps, by either rule", columns, tuple(rows), words=4)
 
 
-def shock(document: Document) -> Table:
-    rows = [
-        (
-            row["arm"],
-            start + (" (trained here)" if start == row["init"] else ""),
-            fixed(s["cosine_class_token"]),
-            fixed(s["cosine_patch_tokens"]),
-            number(s["kl"]),
-            accuracy(s["top1_agreement"]),
-            number(s["images"]),
-        )
-        for row in document["insertion"]
-        for start, s in row["shock"].items()
-    ]
-    columns = (
-        "Arm",
-        "Start",
-        "Cosine, class token",
-        "Cosine, patches",
-        "KL, nats",
-        "Same top class",
-        "Images",
-    )
-    return Table(
-        "Function of the retrofitted model against the original's, before training",
-        columns,
-        tuple(rows),
-        words=2,
-    )
-
-
-def calibration(row: Mapping[str, Any]) -> Table:
-    rows = tuple(
-        (
-            x["site"] or NONE,
-            NONE if x["shift_share"] is None else fixed(math.sqrt(max(0.0, 1 - x["shift_share"])), 2),
-            f"{number(x['key_norm_cv_before'], 2)} → {number(x['key_norm_cv_after'], 2)}",
-            number(x["logit_absmax_before"]),
-            number(x["logit_bound"]),
-        )
-        for x in row["layers"]
-    )
-    columns = (
-        "Layer",
-        "Key length after the shift",
-        "Spread of key norms",
-        "Largest logit before",
-        "Bound after",
-    )
-    return Table(f"Calibration of {row['arm']} on {number(row['calibration_images'])} images", columns, rows)
-
-
-def layer_logits(document: Document) -> Table:
-    """Layers down, arms and rates across."""
-    table = _by_layer(document, "Largest attention logit before → after training", _logit_cell)
-    bounds: dict[tuple[str, str], list[float]] = {}
-    for x in document["layers"]:
-        if x["logit_bound_after"] is not None:
-            bounds.setdefault((x["precision"], x["arm"]), []).append(x["logit_bound_after"])
-    told = [
-        f"{arm(document, {'precision': p, 'arm': a})} at most {number(max(b))}" for (p, a), b in bounds.items() if b
-    ]
-    return Table(f"{table.caption}{f' (bound by the norm: {listed(told)})' if told else ''}", table.columns, table.rows)
-
-
-def layer_entropy(document: Document) -> Table:
-    def cell(x: Mapping[str, Any]) -> str:
-        return f"{fixed(x['entropy_share_before'], 2)} → {fixed(x['entropy_share_after'], 2)}"
-
-    return _by_layer(document, "Attention entropy before → after training, share of the largest", cell)
-
-
-def _logit_cell(x: Mapping[str, Any]) -> str:
-    return f"{number(x['logit_absmax_before'])} → {number(x['logit_absmax_after'])}"
-
-
-def _by_layer(document: Document, caption: str, cell: Callable[[Mapping[str, Any]], str]) -> Table:
-    places = list(dict.fromkeys((x["precision"], x["arm"], x["lr"]) for x in document["layers"]))
-    sites = list(dict.fromkeys(x["site"] for x in document["layers"]))
-    found = {(x["site"], x["precision"], x["arm"], x["lr"]): cell(x) for x in document["layers"]}
-    heads = [f"{arm(document, {'precision': p, 'arm': a})} {rate(lr)}" for p, a, lr in places]
-    rows = tuple((site, *(found.get((site, *place), NONE) for place in places)) for site in sites)
-    return Table(caption, ("Layer", *heads), rows)
+def _share(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.2g} %"
 
 
 def cost(document: Document) -> Table:
@@ -259,15 +240,17 @@ def cost(document: Document) -> Table:
         spread = c["time_ratio_range"]
         rows.append(
             (
-                arm(document, c),
+                arm_of(document, c),
                 NONE if c["parameters"] is None else f"{c['parameters']:,}".replace(",", "\N{NARROW NO-BREAK SPACE}"),
                 number(c["parameters_added"], 6),
                 number(step),
                 fixed(c["time_ratio"], 2),
                 f"{fixed(spread[0], 2)} to {fixed(spread[1], 2)} ({c['pairs']})" if spread else NONE,
+                number(c["images_per_second"]),
+                NONE if c["memory_bytes"] is None else f"{number(c['memory_bytes'] / 2**20)} MiB",
             )
         )
-    columns = ("Arm", "Parameters", "Added", "ms a step", "Ratio to baseline", "Range (pairs)")
+    columns = ("Arm", "Parameters", "Added", "ms a step", "Ratio", "Range (pairs)", "Images a second", "Memory")
     return Table("What an arm costs", columns, tuple(rows))
 
 
@@ -282,6 +265,20 @@ def arms(document: Document) -> Table:
         norm = a["formula"] or (str(a["qk_norm"]) if a["qk_norm"] else "the model as it is")
         rows.append((a["name"], norm, a["init"] or NONE))
     return Table("Arms", ("Arm", "QK-Norm", "Start"), tuple(rows), words=3)
+
+
+def not_matched(document: Document) -> Table:
+    """What differs between arms beside the norm, as the recipe allows."""
+    rows = [
+        (key, *(_setting(a["own"].get(key)) for a in document["study"]["arms"]))
+        for key in document["study"]["unmatched"]
+    ]
+    names = [a["name"] for a in document["study"]["arms"]]
+    return Table("Left unmatched by the recipe", ("Key of train", *names), tuple(rows), words=1 + len(names))
+
+
+def _setting(value: Any) -> str:
+    return "as the recipe" if value is None else " ".join(str(value).split())
 
 
 def setting(document: Document) -> list[Table]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retrofit.report.limits import limits
 from retrofit.report.words import (
     accuracy,
     band,
@@ -14,10 +15,11 @@ from retrofit.report.words import (
     listed,
     number,
     plural,
+    points,
     rate,
 )
 from retrofit.runfiles import BASELINE
-from retrofit.stats import FIRM_PAIRS, MIN_PAIRS, sign_flip_floor
+from retrofit.stats import FIRM_PAIRS, MIN_PAIRS, MOST_PAIRS
 
 _RISE = 1.5
 """A largest logit that grows by less than this factor is called steady."""
@@ -36,8 +38,9 @@ def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
         "headline": _headline(document, own, arms),
         "pairs": pairs,
         "provisional": bool(compared) and pairs < FIRM_PAIRS,
-        "sentences": sentences,
-        "limits": _limits(document, pairs),
+        "sentences": [*_unmatched(document), *sentences, *_noise(document)],
+        "limits": limits(document, pairs),
+        "objections": _objections(document),
         "arms": [
             {
                 "arm": c["arm"],
@@ -54,25 +57,64 @@ def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _headline(document: Mapping[str, Any], own: Sequence[Any], arms: Sequence[str]) -> str:
+    """The verdict in one sentence: numbers, number of pairs, what was tested and no more."""
     if len(arms) < 2:
-        return "A training report: no second arm to compare with"
+        return f"A training report: {arms[0]} has no second arm to compare with"
     most = max((c["pairs"] for c in document["comparisons"]), default=0)
     if not most:
-        return "Nothing to compare yet"
-    if most < MIN_PAIRS:
-        return f"Undecided: {plural(most, 'pair')} cannot decide"
-    words = {_named(c["arm"], c, document): c["accuracy"]["verdict"] for c in own}
-    if len(own) == 1:
-        (name, word), *_ = words.items()
-        told = f"{name} against {BASELINE}: {word} at the best learning rates"
-        decided = [(c["accuracy"]["verdict"], rate(c["lr"])) for c in _same_rate(document, own[0])]
-        for word in ("better", "worse"):
-            rates = [lr for verdict, lr in decided if verdict == word]
-            told += f", {word} at {listed(rates)}" if rates else ""
-    else:
-        told = f"Against {BASELINE} at the best learning rates: " + ", ".join(f"{n} {w}" for n, w in words.items())
-    pairs = min(c["pairs"] for c in own)
-    return f"Provisional, {plural(pairs, 'pair')}. {told}" if pairs < FIRM_PAIRS else told
+        return "Nothing to compare yet: no pair of runs has a result"
+    pairs = min((c["pairs"] for c in own), default=0)
+    counted = plural(pairs, "pair")
+    opening = f"Undecided, {plural(most, 'pair')}" if most < MIN_PAIRS else f"Provisional, {counted}"
+    if pairs >= FIRM_PAIRS:
+        opening = f"Over {counted}"
+    told = ", ".join(_headline_words(document, c) for c in own)
+    study = document["study"]
+    tested = f"{study['model'] or 'one checkpoint'} on {study['data'] or 'one data set'}"
+    return f"{opening}: against {BASELINE} at the best learning rates, {told}; nothing but {tested} was tested"
+
+
+def _headline_words(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
+    name = _named(c["arm"], c, document)
+    if not c["pairs"]:
+        return f"{name} has no pair yet"
+    if _all_diverged(c):
+        return f"{name} is undecided, since every run of both diverged"
+    m = c["accuracy"]
+    if c["pairs"] < MIN_PAIRS:
+        return f"{name} differs by {difference(m['mean'])}"
+    band_told = f", {band(m['level'])} interval {interval(m['interval'])}" if m["interval"] else ""
+    told = f"{name} is {m['verdict']} ({difference(m['mean'])}{band_told})"
+    for word in ("better", "worse"):
+        rates = [s for s in _same_rate(document, c) if s["accuracy"]["verdict"] == word and s["lr"] != c["lr"]]
+        if rates:
+            means = listed([points(s["accuracy"]["mean"]) for s in rates])
+            told += f" and {word} at {listed([rate(s['lr']) for s in rates])} ({means} points)"
+    return told
+
+
+def _unmatched(document: Mapping[str, Any]) -> list[str]:
+    """What the recipe lets differ between arms beside the norm: it stands before everything else."""
+    if not (keys := document["study"]["unmatched"]):
+        return []
+    own = [
+        f"{a['name']} has {listed([f'{k} {_shown(v)}' for k, v in a['own'].items()])}"
+        for a in document["study"]["arms"]
+        if a["own"]
+    ]
+    return [
+        f"The arms do not differ in the norm alone: the recipe leaves {listed(keys)} unmatched"
+        f"{f' ({chr(59).join(own)})' if own else ''}. No difference below is the norm's by itself."
+    ]
+
+
+def _shown(value: Any) -> str:
+    values = value if isinstance(value, list) else [value]
+    return listed([f"{v:g}" if isinstance(v, float) else str(v) for v in values])
+
+
+def _all_diverged(c: Mapping[str, Any]) -> bool:
+    return bool(c["diverged"]["arm"] == c["diverged"]["baseline"] == c["pairs"])
 
 
 def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
@@ -83,8 +125,7 @@ def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
             f"At their own best learning rates ({arm} {rate(c['lr'])}, {BASELINE} {rate(c['baseline_lr'])}) "
             f"the two arms have no seed in common yet."
         )
-    lost = c["diverged"]
-    if lost["arm"] == lost["baseline"] == c["pairs"]:
+    if _all_diverged(c):
         return (
             f"Every run of {arm} and of {BASELINE} diverged, at the best of the tested learning rates too: nothing was "
             f"evaluated, and what stands in the tables is chance."
@@ -93,7 +134,7 @@ def _own_best(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
         f"Each at its own best learning rate, chosen on validation, {arm} (at {rate(c['lr'])}) is right on "
         f"{accuracy(c['means']['arm']['accuracy'])} of the test images and {BASELINE} (at "
         f"{rate(c['baseline_lr'])}) on {accuracy(c['means']['baseline']['accuracy'])}: a difference of "
-        f"{difference(c['accuracy']['mean'])}{_support(c)}{_loss_clause(c)}."
+        f"{difference(c['accuracy']['mean'])}{_support(document, c)}{_loss_clause(c)}."
     )
 
 
@@ -117,7 +158,7 @@ def _rate_finding(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
     place = "the highest tested" if c["lr"] == max(a["lr"] for a in above) else f"above {BASELINE}'s best"
     direction = "higher" if change > 0 else "lower"
     ends = f"ends {difference(abs(change), sign=False)} {direction}" if change else "ends level"
-    text = f"At learning rate {rate(c['lr'])}, {place}, {arm} {ends}{_support(c)}"
+    text = f"At learning rate {rate(c['lr'])}, {place}, {arm} {ends}{_support(document, c)}"
     diverged = [(BASELINE, c["diverged"]["baseline"]), (arm, c["diverged"]["arm"])]
     if told := [f"{n} of {c['pairs']} runs of {name}" for name, n in diverged if n]:
         text += f"; {listed(told)} diverged and count as chance"
@@ -145,53 +186,73 @@ def _logit_clause(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
     return f"; {one}, {other}"
 
 
-def _support(c: Mapping[str, Any]) -> str:
-    """`(98.3 % interval …, 3 pairs): undecided`, or as much of it as there is."""
+def _support(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
+    """`(98.3 % interval …, 3 pairs: undecided; about 4 more seeds would decide)`, or as much of it as there is."""
     m = c["accuracy"]
     told = [f"{band(m['level'])} interval {interval(m['interval'])}"] if m["interval"] else []
     told.append(plural(c["pairs"], "pair"))
     word = m["verdict"] if c["pairs"] >= MIN_PAIRS else "undecided, fewer than three pairs decide nothing"
-    return f" ({', '.join(told)}: {word})"
+    return f" ({', '.join(told)}: {word}{_nearness(document, c)})"
 
 
-def _limits(document: Mapping[str, Any], pairs: int) -> list[str]:
-    """What the numbers above cannot show; `pairs` as in the headline."""
-    study, limits = document["study"], []
-    floor = f"the exact sign-flip p cannot fall below {number(sign_flip_floor(pairs))}"
-    if 0 < pairs < MIN_PAIRS:
-        limits.append(f"With {plural(pairs, 'pair')} no verdict is given; three are the least, six make it firm.")
-    elif 0 < pairs < FIRM_PAIRS:
-        limits.append(
-            f"With {pairs} pairs {floor}: the verdicts rest on the t interval, which assumes roughly normal "
-            "differences. Six pairs make a verdict firm."
+def _nearness(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
+    """How the difference stands to the margin, and how many more seeds would decide."""
+    m, margin = c["accuracy"], f"{document['study']['margin']['points']:g} points"
+    if m["verdict"] == "practically equal":
+        inside = f", {interval(m['equivalence_interval'])} lies" if m["equivalence_interval"] else ""
+        return f"{inside} within ±{margin}"
+    if m["verdict"] != "undecided":
+        return f", by less than {margin}" if 100 * abs(m["mean"]) < document["study"]["margin"]["points"] else ""
+    if c["pairs"] < 2:
+        return ""
+    if m["more_pairs"] is None:
+        return f"; at this mean and spread more than {number(MOST_PAIRS)} seeds would be needed"
+    return f"; about {plural(m['more_pairs'], 'more seed')} would decide at this mean and spread"
+
+
+def _noise(document: Mapping[str, Any]) -> list[str]:
+    """What baseline and its twin differ by, beside what the arms do at the same rate."""
+    told = []
+    best = {b["precision"]: b["lr"] for b in document["best_rates"] if b["arm"] == BASELINE}
+    for precision in dict.fromkeys(row["precision"] for row in document["noise_floor"]):
+        rows = [r for r in document["noise_floor"] if r["precision"] == precision and r["pairs"]]
+        if not rows:
+            continue
+        row = min(rows, key=lambda r: (r["lr"] != best.get(precision), -r["pairs"]))
+        values = row["accuracy"]["differences"]
+        where = f"at {rate(row['lr'])}" + (f" in {precision}" if len(document["study"]["precisions"]) > 1 else "")
+        twin = f"{BASELINE} and its twin, the same run from weights that differ by a millionth,"
+        if not any(values) and not any(row["loss"]["differences"]):
+            told.append(f"Noise floor (A/A) {where}: {twin} end exactly alike ({plural(row['pairs'], 'pair')}).")
+            continue
+        spread = f", standard deviation {fixed(100 * row['accuracy']['sd'], 1)}" if row["pairs"] > 1 else ""
+        others = [
+            f"{c['arm']} and {BASELINE} by {difference(c['accuracy']['mean'])}"
+            + (f", standard deviation {fixed(100 * c['accuracy']['sd'], 1)}" if c["pairs"] > 1 else "")
+            for c in document["comparisons"]
+            if (c["kind"], c["precision"], c["lr"]) == ("same_rate", precision, row["lr"]) and c["pairs"]
+        ]
+        told.append(
+            f"Noise floor (A/A) {where}: {twin} differ by {difference(row['accuracy']['mean'])} and by "
+            f"{difference(max(map(abs, values)), sign=False)} at most ({plural(row['pairs'], 'pair')}{spread})"
+            f"{'; ' if others else ''}{'; '.join(others)}."
         )
-    elif pairs:
-        limits.append(f"With {pairs} pairs {floor}.")
-    if pairs:
-        limits.append("Undecided means that these runs cannot tell, not that the arms are equal.")
-    edges = [f"{b['arm']}'s ({rate(b['lr'])}, the {b['edge']})" for b in document["best_rates"] if b["edge"]]
-    if edges:
-        limits.append(
-            f"A best learning rate at the edge of those tested may have a better one beyond it: {listed(edges)}."
-        )
-    if pairs and any(a["qk_norm"] or a["formula"] for a in study["arms"]):
-        limits.append(
-            "The same learning rate is another step for an arm with QK-Norm: the scale of its q and k "
-            "weights, bias apart, no longer matters."
-        )
-    if left := study["runs_planned"] - study["runs_counted"]:
-        limits.append(
-            f"{left} of {plural(study['runs_planned'], 'planned run')} {'has' if left == 1 else 'have'} no result and "
-            f"{'is' if left == 1 else 'are'} not counted. A learning rate that lacks a run of an arm cannot be that "
-            "arm's best, so that the rates named best may change when it is there."
-        )
-    if study["runs_counted"]:
-        model, data = study["model"] or "name not known", study["data"] or "name not known"
-        limits.append(
-            f"One checkpoint ({model}), one data set ({data}), one recipe: other models, data and lengths "
-            "of training were not tested."
-        )
-    return limits
+    return told
+
+
+def _objections(document: Mapping[str, Any]) -> list[str]:
+    """What `report --check` answers no for: verdicts of worse, and divergence in an arm that is not the baseline."""
+    found = []
+    for c in document["comparisons"]:
+        worse = [name for name in ("accuracy", "loss") if c[name]["verdict"] == "worse"]
+        if worse:
+            at = rate(c["lr"]) if c["kind"] == "same_rate" else f"its own best rate, {rate(c['lr'])}"
+            found.append(f"{_named(c['arm'], c, document)} at {at} is worse in test {listed(worse)}")
+    for row in document["outcomes"]:
+        if row["arm"] != BASELINE and row["diverged"]:
+            named = _named(row["arm"], row, document)
+            found.append(f"{named} at {rate(row['lr'])} diverged in {row['diverged']} of {plural(row['runs'], 'run')}")
+    return found
 
 
 def _nothing_compared(document: Mapping[str, Any], arms: Sequence[str]) -> str:
