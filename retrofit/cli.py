@@ -217,11 +217,10 @@ def _report(args: argparse.Namespace) -> int:
     folder = None if several else args.output
     paths = [write_report(run_dir, args.force, margin=args.margin, folder=folder) for run_dir in args.run_dirs]
     documents = [_show_report(path) for path in paths]
-    if not args.check:
-        return OK
-    found = [f"{run}: {o}" for run, d in zip(args.run_dirs, documents, strict=True) for o in d["verdict"]["objections"]]
-    print(*(f"retrofit: {line}" for line in found), sep="\n", end="\n" if found else "", file=sys.stderr)
-    return NO if found else OK
+    found = [(run, o) for run, d in zip(args.run_dirs, documents, strict=True) for o in d["verdict"]["objections"]]
+    for run, objection in found if args.check else ():
+        print(f"retrofit: {run}: {objection}", file=sys.stderr)
+    return NO if found and args.check else OK
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -249,8 +248,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _show_report(path: Path) -> Any:
     """Prints what a report found, and returns its document."""
     document = read_json(path.with_suffix(".json"))
-    print("\n".join([document["verdict"]["headline"], *document["verdict"]["sentences"]]))
-    print(f"report: {path}")
+    print("\n".join([document["verdict"]["headline"], *document["verdict"]["sentences"], f"report: {path}"]))
     return document
 
 
