@@ -21,11 +21,12 @@ from zoo import ZOO
 import retrofit
 from retrofit import evaluate
 from retrofit.checkpoint import load_model
-from retrofit.data import eval_batches, open_splits, train_batches
-from retrofit.errors import RetrofitError
+from retrofit.data import Batch, eval_batches, open_splits, train_batches
+from retrofit.errors import RecipeError, RetrofitError
 from retrofit.evaluate import score
 from retrofit.models import family_of
 from retrofit.pair import run_pair
+from retrofit.probes import probe
 from retrofit.qknorm import QKNorm
 from retrofit.recipe import Recipe, Train, parse
 from retrofit.runfiles import RunKey, read_json, read_jsonl
@@ -232,13 +233,34 @@ def test_an_arm_alone_computes_what_it_does_beside_others(run: Path, data: Path,
     assert metrics(run, arm) != metrics(run, {"baseline": "retrofit", "retrofit": "baseline"}[arm])
 
 
-@pytest.mark.parametrize("every", [1, 1000])
-def test_probing_changes_nothing(run: Path, data: Path, tmp_path: Path, every: int) -> None:
-    run_pair(study(data, THREE, dropout=True, steps=6, probe_every=every), tmp_path / "run")
+@pytest.mark.parametrize(("every", "batch"), [(1, False), (1000, False), (1, True)])
+def test_probing_changes_nothing(run: Path, data: Path, tmp_path: Path, every: int, batch: bool) -> None:
+    run_pair(study(data, THREE, dropout=True, steps=6, probe_every=every, probe_batch=batch), tmp_path / "run")
     for arm in THREE:
         assert metrics(tmp_path / "run", arm) == metrics(run, arm)
     probed = [row["step"] for row in read_jsonl(place(tmp_path / "run", "baseline") / "probes.jsonl")]
     assert probed == (list(range(7)) if every == 1 else [0, 6])
+
+
+@pytest.mark.parametrize("more", [{}, {"grad_checkpointing": True}, {"accumulate": 2}])
+def test_the_training_batch_is_probed_in_its_own_pass(tmp_path: Path, more: dict[str, Any]) -> None:
+    model = tiny_timm()
+    arm = start(model, tmp_path, probe_batch=True, **more)
+    batch = Batch(torch.randn(6, 3, 32, 32), torch.zeros(6, dtype=torch.int64), list("abcdef"), 0)
+    with probe(model) as seen, torch.no_grad():
+        model(batch.pixels)
+    arm.step(0, batch, Train(probe_batch=True, **more), arm.attention_now([torch.randn(2, 3, 32, 32)]))
+    arm.step(1, batch, Train(probe_batch=True, **more))  # no probed step
+    (row,) = read_jsonl(arm.folder / "probes.jsonl")
+    for layer, wanted in zip(row["batch"], seen.rows(), strict=True):
+        figures = {name: value for name, value in wanted.items() if isinstance(value, float)}
+        assert {name: layer[name] for name in figures} == pytest.approx(figures, rel=1e-5)
+    assert row["batch"][0]["q_rms"] != row["layers"][0]["q_rms"]
+
+
+def test_the_training_batch_is_not_probed_in_a_compiled_step() -> None:
+    with pytest.raises(RecipeError, match="probe_batch: attention is not read inside a compiled step"):
+        parse({"train": {"probe_batch": True, "compile": "inductor"}})
 
 
 def test_dropout_is_there_and_hangs_on_seed_and_step(run: Path, data: Path, tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ class Train:
     """Kernel for every arm alike. auto: unfused for bf16 on a CPU, where it is twice as fast; elsewhere the model's."""
     probe_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two probes of attention. 0: about ten a run."""
+    probe_batch: bool = False
+    """At a probed step, also read the attention of the training batch itself, in the step's own forward pass."""
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_as_list)] = ()
     """Experiment trackers that each run is logged to as well, through accelerate."""
     on_nonfinite: Literal["end", "skip"] = "end"
@@ -251,6 +253,8 @@ class Recipe:
             faults.append("train.min_lr: it lies above a learning rate of train.lr")
         if self.train.drop_path is not None and "drop_path_rate" in self.model.model_args:
             faults.append("train.drop_path: model.model_args has drop_path_rate already; take one of them")
+        if self.train.probe_batch and self.train.compile is not None:
+            faults.append("train.probe_batch: attention is not read inside a compiled step; leave one of them out")
         if not self.arms:
             faults.append("arms: at least one is needed")
         for name, arm in self.arms.items():

@@ -149,7 +149,8 @@ class ArmRun:
         """
         began = time.perf_counter()
         self.schedule.step_update(step)
-        loss = self._gradients(step, batch, train)
+        with self.watch.batch(layers is not None and train.probe_batch) as attention_of_batch:
+            loss = self._gradients(step, batch, train)
         self.accelerator.unscale_gradients()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -167,7 +168,7 @@ class ArmRun:
         self._update(step, row["loss"], row["grad_norm"], train)
         if layers is not None:
             self.watch.add_update(layers, before)
-            self.watch.write(step, layers, row, self._loss_scale())
+            self.watch.write(step, layers, row, self._loss_scale(), attention_of_batch)
         self.optimizer.zero_grad()
         if self.ema is not None and not self.in_a_row:
             self.ema.update(self.model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,24 @@ class Watch:
         with evaluating(self.model), probe(self.model) as seen:
             for batch in images:
                 self.forward(batch.to(self.device))
-        layers = seen.rows()
+        return self._checked(seen.rows())
+
+    @contextmanager
+    def batch(self, reading: bool) -> Iterator[list[dict[str, Any]]]:
+        """A list that holds, after the block, what attention did in the forward passes of training inside it.
+
+        Of several processes, what it did in this one's share of the batch.
+        """
+        layers: list[dict[str, Any]] = []
+        if not reading:
+            yield layers
+            return
+        with probe(self.model) as seen:
+            yield layers
+        layers += self._checked(seen.rows())
+
+    def _checked(self, layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same rows; a logit above its bound is told, once."""
         for layer in layers:
             bound = layer["logit_bound"]
             if bound is not None and layer["logit_absmax"] > bound * _ROUNDING and not self.warned:
@@ -67,8 +85,19 @@ class Watch:
             layer["update_ratio"] = _ratio(weights, now[1])
 
     def write(
-        self, step: int, layers: list[dict[str, Any]], metrics: Mapping[str, Any], loss_scale: float | None
+        self,
+        step: int,
+        layers: list[dict[str, Any]],
+        metrics: Mapping[str, Any],
+        loss_scale: float | None,
+        batch: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """A row of probes.jsonl.
+
+        Args:
+            layers: what attention did on the held-out images.
+            batch: the same of the training batch; left out where it was not read.
+        """
         row = {
             "step": step,
             "loss": metrics.get("loss"),
@@ -76,6 +105,7 @@ class Watch:
             "autocast": self.key.precision,
             "loss_scale": loss_scale,
             "layers": layers,
+            **({"batch": batch} if batch else {}),
         }
         self.rows.write(row)
 
