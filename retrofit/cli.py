@@ -103,12 +103,14 @@ def _probe(args: argparse.Namespace) -> int:
     found = survey(model, spec)
     bounds = []
     if found.refusal is None:
-        bounds = [layer.logit_bound for layer in insert_qk_norm(copy.deepcopy(model), spec, images=batches()).layers]
+        bounds = [
+            layer.logit_bound for layer in insert_qk_norm(copy.deepcopy(model), spec, batches(), init="match").layers
+        ]
     document = {
         "model": args.model,
         "data": args.data,
         "images": len(images),
-        "layers": seen.rows(),
+        "layers": seen.rows(per_head=True),
         "qk_norm": {
             "formula": spec.describe(),
             "sites": len(found.sites),

@@ -150,7 +150,8 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
     """Trains what is missing, and returns the faults of runs that failed."""
     recipe = study.recipe
     steps = steps_of(recipe.train, len(study.splits.train))
-    probe_images = list(_pixels(_held_out(study), study.preprocess))
+    probed = study.splits.validation.take(recipe.data.probe_images, "probed")
+    probe_images = list(_pixels(probed, study.preprocess))
     bar = tqdm(
         total=steps * len(missing),
         unit="step",

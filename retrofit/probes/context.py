@@ -29,10 +29,18 @@ class Probe:
     def layers(self) -> list[AttentionStats]:
         return [s for s in self._stats.values() if s.logit_max is not None]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A mapping a layer, as JSON can hold it; a sampled probe says in each how it was sampled."""
+    def rows(self, per_head: bool = False) -> list[dict[str, Any]]:
+        """A mapping a layer, as JSON can hold it; a sampled probe says in each how it was sampled.
+
+        Args:
+            per_head: adds a mapping of that name, with a value a head for each figure that heads have.
+        """
         sampling = {"sampling": asdict(self.sample)} if self.sample != Sample() else {}
-        return [{**s.row(), **sampling} for s in self.layers]
+        rows = [{**s.row(), **sampling} for s in self.layers]
+        if per_head:
+            for row, layer in zip(rows, self.layers, strict=True):
+                row["per_head"] = {name: values.tolist() for name, values in layer.per_head().items()}
+        return rows
 
 
 @contextmanager

@@ -115,7 +115,9 @@ class Data:
     calibration_images: Count = 128
     """Training images, without augmentation or labels, that calibrate the norm."""
     held_out_images: Count = 64
-    """Validation images on which insertion shock is measured and attention is probed."""
+    """Validation images on which insertion shock is measured."""
+    probe_images: Count = 16
+    """Validation images on which attention is read while training, the same for all arms."""
     crop_scale: tuple[Area, Area] = (0.35, 1.0)
     """Range of the random resized crop's area in training."""
     hflip: Share = 0.5

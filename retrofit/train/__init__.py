@@ -13,7 +13,7 @@ memory.py    what a step of one arm needs of memory, and how many runs fit
 """
 
 from retrofit.train.arm import ArmRun, attention_of
-from retrofit.train.loop import steps_of, train_lockstep
+from retrofit.train.loop import probed_at, steps_of, train_lockstep
 from retrofit.train.match import RATE, Seen, check_matched
 from retrofit.train.memory import runs_at_once
 from retrofit.train.signals import Stop, stoppable
@@ -25,6 +25,7 @@ __all__ = [
     "Stop",
     "attention_of",
     "check_matched",
+    "probed_at",
     "runs_at_once",
     "steps_of",
     "stoppable",

@@ -32,6 +32,15 @@ def steps_of(train: Train, images: int) -> int:
     return train.steps or max(1, math.ceil(train.epochs * steps_per_epoch(images, train.batch_size)))
 
 
+def probed_at(step: int, train: Train, steps: int) -> bool:
+    """Whether attention is read before this step of so many.
+
+    More often at first, where the learning rate rises and order in time tells most.
+    """
+    every = train.probe_every or max(1, steps // 10)
+    return step % every == 0 or (step < every and step % max(1, every // 4) == 0)
+
+
 def train_lockstep(
     recipe: Recipe,
     models: Mapping[RunKey, tuple[nn.Module, int]],
@@ -61,7 +70,6 @@ def train_lockstep(
     train, state = recipe.train, PartialState()
     seed = next(iter(models)).seed
     steps = steps_of(train, len(splits.train))
-    every = train.probe_every or max(1, steps // 10)
     arms = [ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir) for key, (model, _) in models.items()]
     faults: list[Exception] = []
     cadence = Cadence(train.checkpoint_every)
@@ -92,8 +100,7 @@ def train_lockstep(
             batch = mixed(batch, train, len(splits.classes), seed, step)
             waited = time.perf_counter() - asked
             seen.check(step, batch)
-            # More often at first, where the learning rate rises and order in time tells most.
-            probed = step % every == 0 or (step < every and step % max(1, every // 4) == 0)
+            probed = probed_at(step, train, steps)
             # Arms that a kill has left at different steps wait for the one that is behind.
             due = [arm for arm in arms if arm.going and arm.at == step]
             for arm in due:
