@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kill_nine
 import pytest
+import torch
+import yaml
+from conftest import ROOT
 from tiny_study import content, write_images
 
+from retrofit import pair, runfiles
+from retrofit.checkpoint import file_hash
+from retrofit.cli import main
+from retrofit.errors import Interrupted, RecipeError
 from retrofit.pair import run_pair
 from retrofit.recipe import Recipe, parse
-from retrofit.runfiles import read_jsonl
-from retrofit.train import ArmRun
+from retrofit.runfiles import read_json, read_jsonl
+from retrofit.train import ArmRun, resume
+from retrofit.train import finish as finishing
 
 DETERMINISTIC = ("metrics.jsonl", "probes.jsonl", "predictions.npz", "final/retrofit.safetensors")
 STEPS = 12  # five an epoch
@@ -80,3 +99,312 @@ def test_a_killed_study_goes_on_to_the_same_bits(
                 run_pair(recipe, run)
     run_pair(recipe, run)
     same(run, whole, recipe)
+
+
+def test_arms_that_were_saved_at_different_steps_catch_up(data: Path, whole: Path, tmp_path: Path) -> None:
+    """As where the kill comes between two arms' checkpoints; lockstep and workers may change meanwhile."""
+    recipe, run = study(data), tmp_path / "run"
+    keys = recipe.plan()
+    halt(recipe, run, after=9)
+    for key, step in zip(keys, (3, 6, 3, 9, 6), strict=True):
+        other = tmp_path / str(step)
+        if not other.is_dir():
+            halt(recipe, other, after=step)
+        shutil.rmtree(run / key.folder)
+        shutil.copytree(other / key.folder, run / key.folder)
+    run_pair(study(data, lockstep=2, workers=1, checkpoint_every=0), run)
+    same(run, whole, recipe)
+    resumed = [read_json(run / key.folder / "result.json")["resumed_at"] for key in keys]
+    assert resumed == [[3], [6], [3], [9], [6]]
+
+
+def halt(recipe: Recipe, run: Path, after: int) -> None:
+    """Trains so many steps of every arm, and is then interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        step, arms = ArmRun.step, len(recipe.plan())
+        done = []
+
+        def interrupting(self: ArmRun, at: int, *given: Any) -> None:
+            step(self, at, *given)
+            done.append(at)
+            if done.count(after - 1) == arms:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr(ArmRun, "step", interrupting)
+        with pytest.raises(Interrupted):
+            run_pair(recipe, run)
+    assert {path.name.split("-")[0] for path in run.rglob("last/*")} == {str(after)}
+
+
+@pytest.mark.parametrize("lockstep", [1, 2, 3, 4, 100])
+def test_results_do_not_depend_on_how_many_train_side_by_side(
+    data: Path, whole: Path, tmp_path: Path, lockstep: int
+) -> None:
+    recipe = study(data, lockstep=lockstep)
+    run_pair(recipe, tmp_path / "run")
+    same(tmp_path / "run", whole, recipe)
+
+
+# Checkpoints
+
+
+def damage_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def pickled(path: Path) -> None:
+    """Another file under the name that its hash gives it: what it would run is not run."""
+    torch.save({"format": 1, "step": 9, "code": Path("x")}, path)
+    path.rename(path.with_name(f"9-{file_hash(path)[:32]}.pt"))
+
+
+def rows_lost(path: Path) -> None:
+    metrics = path.parents[1] / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:5]))
+
+
+@pytest.mark.parametrize("hurt", [damage_middle, cut, empty, pickled, rows_lost])
+def test_a_damaged_checkpoint_is_named_and_the_run_begins_anew(
+    data: Path, whole: Path, tmp_path: Path, hurt: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = study(data), tmp_path / "run"
+    halt(recipe, run, after=9)
+    (path,) = (run / "retrofit" / "lr0.001-s0" / "last").iterdir()
+    hurt(path)
+    capsys.readouterr()
+    run_pair(recipe, run)
+    said = capsys.readouterr().err
+    assert "retrofit/lr0.001-s0/last/9-" in said
+    assert "is damaged and is left out" in said
+    assert "lr0.001-s0 has no whole checkpoint: it starts again from its first step" in said
+    same(run, whole, recipe)
+    resumed = {key.folder: read_json(run / key.folder / "result.json")["resumed_at"] for key in recipe.plan()}
+    assert resumed.pop("retrofit/lr0.001-s0") == []
+    assert set(map(tuple, resumed.values())) == {(9,)}
+
+
+def test_the_one_before_serves_where_the_newest_is_damaged(data: Path, whole: Path, tmp_path: Path) -> None:
+    """As a kill between the two leaves both there."""
+    recipe, run = study(data), tmp_path / "run"
+    halt(recipe, run, after=9)
+    halt(recipe, tmp_path / "earlier", after=6)
+    place = Path("baseline") / "lr0.001-s0" / "last"
+    (path,) = (run / place).iterdir()
+    cut(path)
+    shutil.copytree(tmp_path / "earlier" / place, run / place, dirs_exist_ok=True)
+    run_pair(recipe, run)
+    same(run, whole, recipe)
+    assert read_json(run / "baseline" / "lr0.001-s0" / "result.json")["resumed_at"] == [6]
+
+
+@pytest.mark.parametrize("broken", ["write", "fsync", "replace", "rename"])
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    resume.write(tmp_path, 3, {"logs": {}, "x": torch.ones(1000)})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if broken == "write":
+            patch.setattr(resume._Hashing, "write", full)
+        elif broken == "rename":
+            patch.setattr(Path, "rename", full)
+        else:
+            patch.setattr(os, broken, full)
+        with pytest.raises(OSError, match="No space left"):
+            resume.write(tmp_path, 6, {"logs": {}, "x": torch.zeros(1000)})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*-*.pt")} == before
+    read = resume.read(tmp_path)
+    assert read is not None
+    assert read["step"] == 3
+    resume.write(tmp_path, 6, {"logs": {}, "x": torch.zeros(1000)})
+    assert [path.name.split("-")[0] for path in (tmp_path / "last").iterdir()] == ["6"]
+
+
+# Through the command line
+
+
+@pytest.fixture
+def recipe_file(data: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content(data, steps=STEPS, checkpoint_every=3)))
+    return path
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def saved_at(run: Path) -> list[int]:
+    return [int(path.name.split("-")[0]) for path in run.rglob("last/*")]
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint(
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    restored_signals: None,
+) -> None:
+    """The system lets no file grow beyond some bytes, as a full disk does, from the third checkpoint on."""
+    words, run = ["pair", str(recipe_file), "-o", str(tmp_path / "run")], tmp_path / "run"
+    save, (soft, hard) = ArmRun.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(arm: ArmRun) -> None:
+        if arm.at > 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+        save(arm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArmRun, "save", limited)
+        try:
+            assert main(words) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"retrofit: {run}/baseline/lr0.001-s0/last/.* cannot be written: File too large", said)
+    assert saved_at(run) == [6, 6]
+    assert main(words) == 0
+    assert [read_json(path)["resumed_at"] for path in run.rglob("result.json")] == [[6], [6]]
+
+
+def test_ctrl_c_to_all_processes_saves_with_workers_too(recipe_file: Path, tmp_path: Path) -> None:
+    """A terminal sends it to the workers as well. It may come while a batch is waited for."""
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*(sys.executable, "-m", "retrofit", "pair", recipe_file, "-o", run), "train.steps=3000", "train.workers=2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics, until = run / "retrofit" / "lr0.001-s0" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.is_file() and metrics.stat().st_size > 2000):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "what was trained is saved, and the same command goes on from there" in said
+    taken = [[row["step"] for row in read_jsonl(path)] for path in run.rglob("metrics.jsonl")]
+    assert sorted(map(len, taken)) == sorted(saved_at(run))
+    assert all(steps == list(range(len(steps))) for steps in taken)
+    assert 0 < len(taken[0]) < 3000
+
+
+def test_a_second_interrupt_ends_at_once(
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    restored_signals: None,
+) -> None:
+    """The step is not waited for, and nothing is saved; until then the first is."""
+    reached = []
+
+    def endless(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        reached.append("a first signal is held back")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("a second is not")
+
+    monkeypatch.setattr(ArmRun, "step", endless)
+    assert main(["pair", str(recipe_file), "-o", str(tmp_path / "run")]) == 130
+    assert reached == ["a first signal is held back"]
+    assert capsys.readouterr().err.splitlines()[-1].startswith("retrofit: interrupted; what was saved is kept")
+    assert not saved_at(tmp_path / "run")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_training_just_ends(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None, sent: signal.Signals
+) -> None:
+    monkeypatch.setattr(pair, "insert_qk_norm", lambda *_, **__: signal.raise_signal(sent))
+    try:
+        code = main(["pair", str(recipe_file), "-o", str(tmp_path / "run")])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 128 + sent
+
+
+def test_a_signal_while_an_arm_is_evaluated_loses_nothing(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = study(data), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(finishing, "predictions", lambda *_: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Interrupted):
+            run_pair(recipe, run)
+    assert saved_at(run) == [STEPS] * 5
+    run_pair(recipe, run)
+    same(run, whole, recipe)
+
+
+@pytest.mark.slow
+def test_kill_nine_at_random_moments(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kill_nine.main(["-n", "4", str(recipe_file), "train.steps=60"]) == 0
+    assert "4 of 4 bit-equal (8 files each)" in capsys.readouterr().out
+
+
+# What may change meanwhile
+
+
+def test_a_changed_recipe_is_refused_and_what_does_not_matter_is_not(data: Path, whole: Path, tmp_path: Path) -> None:
+    recipe, run = study(data), tmp_path / "run"
+    halt(recipe, run, after=6)
+    with pytest.raises(RecipeError, match="another recipe") as caught:
+        run_pair(study(data, weight_decay=0.1, on_nonfinite="skip", lockstep=1), run)
+    words = str(caught.value).partition("Differing: ")[2]
+    assert words == "train.on_nonfinite (end there, skip now), train.weight_decay (0.05 there, 0.1 now)"
+    run_pair(study(data, lockstep=1, workers=1, checkpoint_every=100), run)
+    same(run, whole, recipe)
+
+
+def test_another_version_of_a_library_goes_on_and_is_recorded(data: Path, tmp_path: Path) -> None:
+    recipe, run = study(data), tmp_path / "run"
+    halt(recipe, run, after=6)
+    manifest = read_json(run / "run.json")
+    assert manifest["continued"] == []
+    manifest["environment"]["timm"] = "0.9"
+    runfiles.write_json(run / "run.json", manifest)
+    run_pair(recipe, run, command=["retrofit", "pair", "again"])
+    later = read_json(run / "run.json")
+    (entry,) = later["continued"]
+    assert entry["command"] == ["retrofit", "pair", "again"]
+    assert list(entry["other"]) == ["timm"]
+    for name in ("environment", "created", "command"):
+        assert later[name] == manifest[name]
+
+
+def test_another_checkpoint_under_the_same_name_is_refused(data: Path, tmp_path: Path) -> None:
+    recipe, run = study(data), tmp_path / "run"
+    halt(recipe, run, after=6)
+    manifest = read_json(run / "run.json")
+    runfiles.write_json(run / "run.json", {**manifest, "weights": "0" * 64})
+    with pytest.raises(RecipeError, match="a study of other weights: the model has changed since; take another -o"):
+        run_pair(recipe, run)
+
+
+def test_signals_are_left_as_they_were(data: Path, tmp_path: Path) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run_pair(study(data, steps=1), tmp_path / "run")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
