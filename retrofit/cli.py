@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import retrofit
 from retrofit import arguments
 from retrofit.errors import CheckpointError, Interrupted, RetrofitError
-from retrofit.qknorm import PRESETS, QKNorm
+from retrofit.qknorm import QKNorm
 from retrofit.runfiles import dumps, read_json
 
 OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM)
 """A disk or a quota that is full, and what may not be written."""
-_SRC = "`nano`, hf/ID, a folder of images or a parquet file"
-_MODEL = "`nano`, timm/NAME, hf/ID, timm:DIR, hf:DIR, or a folder that retrofit wrote"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    parser = _parser()
+    parser = arguments.parser(
+        models=_models, probe=_probe, apply=_apply, pair=_pair, report=_report, export=_export, verify=_verify
+    )
     args, rest = parser.parse_known_args(argv)
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
     strange = [word for word in rest if word not in settings]
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.handler(args))
     except RetrofitError as error:
+        if not _is_main_process():
+            return MISTAKE
         lines = str(error).splitlines()
         print(
             f"retrofit: {lines[0]}" if len(lines) == 1 else "retrofit:\n  " + "\n  ".join(lines),
@@ -201,7 +203,10 @@ def _pair(args: argparse.Namespace) -> int:
         return OK
     from retrofit.pair import run_pair
 
-    if not run_pair(recipe, run_dir, shard=args.shard, force=args.force, command=["retrofit", *sys.argv[1:]]):
+    trained = run_pair(recipe, run_dir, shard=args.shard, force=args.force, command=["retrofit", *sys.argv[1:]])
+    if not _is_main_process():
+        return OK
+    if not trained:
         print(f"part {args.shard[0]} of {args.shard[1]} of this plan holds no pair: nothing to do")
         return OK
     from retrofit.report import write_report
@@ -247,91 +252,16 @@ def _verify(args: argparse.Namespace) -> int:
     return OK if proof.ok else NO
 
 
+def _is_main_process() -> bool:
+    """False in the others that a launcher has started beside the first, which speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _show_report(path: Path) -> Any:
     """Prints what a report found, and returns its document."""
     document = read_json(path.with_suffix(".json"))
     print("\n".join([document["verdict"]["headline"], *document["verdict"]["sentences"], f"report: {path}"]))
     return document
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="retrofit", description=retrofit.__doc__)
-    parser.add_argument("--version", action="version", version=f"retrofit {retrofit.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(name: str, handler: Any, words: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=words, description=words)
-        sub.set_defaults(handler=handler)
-        return sub
-
-    def force(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--force", action="store_true", help="write over files that retrofit did not write")
-
-    sub = command("models", _models, "list every model of the installed libraries, and which can take QK-Norm")
-    sub.add_argument("--json", action="store_true", help="one JSON document instead of a table")
-
-    sub = command("probe", _probe, "see what a model's attention does on some images")
-    sub.add_argument("model", metavar="MODEL", help=_MODEL)
-    sub.add_argument("--data", metavar="SRC", default="nano", help=_SRC)
-    sub.add_argument("--images", metavar="N", type=arguments.count, default=64, help="at most so many (default 64)")
-    sub.add_argument(
-        "--image-size", metavar="PIXELS", type=arguments.count, help="side of the input (default: the model's)"
-    )
-    sub.add_argument("--json", action="store_true", help="one JSON document instead of a table")
-
-    sub = command("apply", _apply, "put QK-Norm into a model, without training")
-    sub.add_argument("model", metavar="MODEL", help=_MODEL)
-    sub.add_argument(
-        "settings", nargs="*", metavar="key=value", default=[], help="fields of QKNorm, e.g. gain=per_head"
-    )
-    sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
-    sub.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
-    sub.add_argument("--init", choices=["match", "ones"], help="start of the norm (default match)")
-    sub.add_argument("--data", metavar="SRC", help=f"images to calibrate on: {_SRC} (default nano)")
-    sub.add_argument("--images", metavar="N", type=arguments.count, help="how many (default 128)")
-    sub.add_argument(
-        "--image-size", metavar="PIXELS", type=arguments.count, help="side of the input (default: the model's)"
-    )
-    force(sub)
-
-    sub = command("pair", _pair, "fine-tune the arms of a recipe as matched pairs, and report")
-    sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a shipped recipe such as nano")
-    sub.add_argument("settings", nargs="*", metavar="key.sub=value", default=[], help="e.g. train.lr=[1e-4,3e-4]")
-    sub.add_argument("-o", "--output", metavar="RUN_DIR", type=Path, help="default: runs/RECIPE")
-    sub.add_argument("--dry-run", action="store_true", help="show the resolved recipe and the plan, train nothing")
-    sub.add_argument("--shard", metavar="I/N", type=arguments.shard, default=(1, 1), help="train only part I of N")
-    force(sub)
-
-    sub = command("report", _report, "make the report of a run folder again, from its files, or compare several")
-    sub.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="several: also one table over all")
-    sub.add_argument("-o", "--output", metavar="DIR", type=Path, help="write the report, or the comparison, to DIR")
-    sub.add_argument(
-        "--margin",
-        metavar="POINTS",
-        type=arguments.points,
-        help="practically equal within so many (default: the recipe's)",
-    )
-    sub.add_argument(
-        "--check",
-        action="store_true",
-        help="exit 3 on a verdict of worse, or a divergence in another arm than baseline",
-    )
-    force(sub)
-
-    sub = command("export", _export, "write a fine-tuned model for use elsewhere, and prove it")
-    sub.add_argument("run_dir", metavar="RUN_DIR|DIR", type=Path)
-    sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
-    sub.add_argument(
-        "--to", choices=["retrofit"], default="retrofit", help="layout (default: a folder for retrofit.load)"
-    )
-    sub.add_argument("--arm", metavar="NAME", help="default: the first that is not the baseline")
-    sub.add_argument("--seed", metavar="N", type=int, help="default: the first that finished")
-    sub.add_argument("--lr", metavar="LR", type=float, help="default: the arm's best by validation loss")
-    force(sub)
-
-    sub = command("verify", _verify, "prove that an export computes what it should; exit 3 if not")
-    sub.add_argument("dir", metavar="DIR", type=Path)
-    return parser
 
 
 def _terminated(_number: int, _frame: Any) -> NoReturn:

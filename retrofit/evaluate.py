@@ -41,7 +41,10 @@ def predictions(
     found = []
     with torch.no_grad():
         for batch in eval_batches(images, preprocess, size, part=(state.process_index, processes)):
-            found.append(forward(batch.pixels.to(device)).float().cpu().numpy())
+            n, pixels = len(batch.pixels), batch.pixels.to(device)
+            if n == 0:  # no image is left for this process; FSDP still waits for its forward pass
+                pixels = pixels.new_zeros(1, *pixels.shape[1:])
+            found.append(forward(pixels)[:n].float().cpu().numpy())
     shares = [found] if processes == 1 else gather_object([found])
     logits = np.zeros((len(images), found[0].shape[-1]), np.float32)
     for number in range(len(found)):

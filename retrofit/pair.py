@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -26,7 +26,18 @@ from retrofit.models.preprocess import Preprocess
 from retrofit.recipe import AA, Recipe, dump
 from retrofit.runfiles import RunKey, write_json, write_text
 from retrofit.surgery import Insertion, insert_qk_norm, insert_same
-from retrofit.train import RATE, Seen, check_matched, runs_at_once, steps_of, stoppable, train_lockstep
+from retrofit.train import (
+    RATE,
+    Seen,
+    check_devices,
+    check_matched,
+    check_shares,
+    on_main,
+    runs_at_once,
+    steps_of,
+    stoppable,
+    train_lockstep,
+)
 
 
 @dataclass(frozen=True)
@@ -65,22 +76,37 @@ def run_pair(
     mine = _part(recipe.plan(), shard)
     if not mine:
         return False
-    _check_machine(recipe)
-    runfiles.check_free(run_dir, runfiles.MANIFEST, force)
-    check_recipe(run_dir, recipe)
+    check_devices(recipe.train)
+    on_main(lambda: _check_folder(recipe, run_dir, force))
     study = _open(recipe, run_dir)
-    runfiles.claim(run_dir, runfiles.MANIFEST, force)
-    missing = [key for key in mine if not (run_dir / key.folder / runfiles.RESULT).is_file()]
-    contents = check_contents(run_dir, study.splits, study.original)
+    check_shares(recipe.train, len(study.splits.train))
+    missing, insertions = on_main(lambda: _begin(study, mine, force, command or []))
     if missing:
-        write_text(run_dir / runfiles.RECIPE, dump(recipe))
-        write_manifest(run_dir, recipe, contents, command or [])
-        insertions = {name: _insert(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
         faults = _train(study, missing, insertions)
         if faults and not any((run_dir / key.folder / runfiles.RESULT).is_file() for key in mine):
             raise faults[0]
-    check_matched(run_dir, recipe.plan(), rates_differ=bool({*RATE} & {*recipe.unmatched}))
+    on_main(lambda: check_matched(run_dir, recipe.plan(), rates_differ=bool({*RATE} & {*recipe.unmatched})))
     return True
+
+
+def _check_folder(recipe: Recipe, run_dir: Path, force: bool) -> None:
+    runfiles.check_free(run_dir, runfiles.MANIFEST, force)
+    check_recipe(run_dir, recipe)
+
+
+def _begin(
+    study: Study, mine: list[RunKey], force: bool, command: list[str]
+) -> tuple[list[RunKey], dict[str, Insertion]]:
+    """Writes what the study begins with, and gives the runs that the folder lacks, with the norms that they need."""
+    run_dir, recipe = study.run_dir, study.recipe
+    runfiles.claim(run_dir, runfiles.MANIFEST, force)
+    missing = [key for key in mine if not (run_dir / key.folder / runfiles.RESULT).is_file()]
+    contents = check_contents(run_dir, study.splits, study.original)
+    if not missing:
+        return [], {}
+    write_text(run_dir / runfiles.RECIPE, dump(recipe))
+    write_manifest(run_dir, recipe, contents, command)
+    return missing, {name: _insert(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
 
 
 def describe_plan(recipe: Recipe) -> str:
@@ -157,6 +183,7 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
         unit="step",
         smoothing=0.05,
         file=sys.stderr,
+        disable=not PartialState().is_main_process,
         dynamic_ncols=True,
         mininterval=0.5 if sys.stderr.isatty() else 15.0,  # a log file wants a line now and then
     )
@@ -170,13 +197,13 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
         for (_, seed), keys in groupby(missing, key=lambda k: (k.precision, k.seed)):
             base = _with_head(study, seed)
             limit = recipe.train.lockstep
-            at_once = runs_at_once(base, recipe.train, study.preprocess.image_size) if limit == "auto" else limit
+            size = study.preprocess.image_size
+            at_once = on_main(partial(runs_at_once, base, recipe.train, size)) if limit == "auto" else limit
             for part in _side_by_side(list(keys), at_once):
                 models = {key: _model(base, key, insertions) for key in part}
                 seen = Seen(study.run_dir, [key for key in recipe.plan() if key.seed == seed and key not in models])
                 with ExitStack() as locks:
-                    for key in models:
-                        locks.enter_context(runfiles.locked(study.run_dir / key.folder))
+                    on_main(partial(_lock, locks, study, models))
                     faults += train_lockstep(
                         recipe,
                         models,
@@ -189,6 +216,11 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
                         stop,
                     )
     return faults
+
+
+def _lock(locks: ExitStack, study: Study, keys: Iterable[RunKey]) -> None:
+    for key in keys:
+        locks.enter_context(runfiles.locked(study.run_dir / key.folder))
 
 
 def _side_by_side(keys: list[RunKey], at_once: int) -> Iterator[list[RunKey]]:
@@ -252,12 +284,3 @@ def _part(plan: list[RunKey], shard: tuple[int, int]) -> list[RunKey]:
     """The keys of one shard: pair number I of every N, with all its arms."""
     pairs = [list(keys) for _, keys in groupby(plan, key=lambda k: (k.precision, k.seed, k.lr))]
     return [key for i, keys in enumerate(pairs) if i % shard[1] == shard[0] - 1 for key in keys]
-
-
-def _check_machine(recipe: Recipe) -> None:
-    if "fp16" in recipe.train.precision and PartialState().device.type == "cpu":
-        raise RetrofitError(
-            "train.precision: fp16 needs a GPU (accelerate computes float32 on a CPU); take bf16 or fp32"
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RetrofitError("several processes are not supported yet; run `retrofit pair` in one, or use --shard I/N")

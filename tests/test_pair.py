@@ -376,9 +376,9 @@ def test_what_a_cpu_cannot_do_is_said_at_once(data: Path, tmp_path: Path, monkey
     if not torch.cuda.is_available():
         with pytest.raises(RetrofitError, match="fp16 needs a GPU"):
             run_pair(recipe(data, precision=["fp32", "fp16"]), tmp_path / "out")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RetrofitError, match="several processes are not supported yet"):
-        run_pair(recipe(data), tmp_path / "out")
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(RetrofitError, match="FSDP needs GPUs"):
+            run_pair(recipe(data), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

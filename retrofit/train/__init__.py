@@ -9,6 +9,7 @@ wrapped.py   a model inside accelerate's and torch.compile's wrappers
 match.py     that they saw the same
 resume.py    checkpoints to go on from
 signals.py   an end that is asked for
+processes.py several processes that train one study
 memory.py    what a step of one arm needs of memory, and how many runs fit
 """
 
@@ -16,6 +17,7 @@ from retrofit.train.arm import ArmRun, attention_of
 from retrofit.train.loop import probed_at, steps_of, train_lockstep
 from retrofit.train.match import RATE, Seen, check_matched
 from retrofit.train.memory import runs_at_once
+from retrofit.train.processes import check_devices, check_shares, on_main
 from retrofit.train.signals import Stop, stoppable
 
 __all__ = [
@@ -24,7 +26,10 @@ __all__ = [
     "Seen",
     "Stop",
     "attention_of",
+    "check_devices",
     "check_matched",
+    "check_shares",
+    "on_main",
     "probed_at",
     "runs_at_once",
     "steps_of",

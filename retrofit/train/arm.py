@@ -30,7 +30,7 @@ from retrofit.train import resume
 from retrofit.train.memory import StepMemory
 from retrofit.train.optim import freeze, optimizer_of, schedule_of
 from retrofit.train.watch import Watch
-from retrofit.train.wrapped import Classifier, accelerator_of, compiled, sharded, whole
+from retrofit.train.wrapped import Classifier, accelerator_of, compiled, whole
 
 _PATIENCE = 32
 """Steps in a row that may be left out: twice the halvings that bring the first loss scale, 65536, to 1."""
@@ -83,7 +83,8 @@ class ArmRun:
 
     @classmethod
     def start(cls, key: RunKey, model: nn.Module, train: Train, steps: int, run_dir: Path) -> ArmRun:
-        accelerator = accelerator_of(key.precision)
+        freeze(model, train.freeze)
+        accelerator = accelerator_of(key.precision, model)
         attention = attention_of(train, key.precision, accelerator.device)
         if attention == "unfused" and not family_of(model).unfuse(model):
             if train.attention == "unfused":
@@ -91,11 +92,8 @@ class ArmRun:
             attention = "fused"
         if train.grad_checkpointing:
             family_of(model).checkpoint_gradients(model)
-        freeze(model, train.freeze)
         optimizer = optimizer_of(model, train, key.lr)
         schedule = schedule_of(optimizer, train, key.lr, steps)
-        if train.ema is not None and sharded():
-            raise RetrofitError("train.ema: an average of weights that FSDP shards cannot be kept; leave it out")
         eager, optimizer = accelerator.prepare(Classifier(model.train()), optimizer)
         folder, main = run_dir / key.folder, accelerator.is_main_process
         if main:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from retrofit.data import Batch, Splits, mixed, steps_per_epoch, train_batches
@@ -23,6 +22,7 @@ from retrofit.runfiles import RunKey
 from retrofit.train.arm import ArmRun
 from retrofit.train.finish import finish
 from retrofit.train.match import Seen
+from retrofit.train.processes import join, known_to_all
 from retrofit.train.resume import Cadence
 from retrofit.train.signals import Stop
 
@@ -67,7 +67,7 @@ def train_lockstep(
         PairMismatch: where the runs are not given what `seen` says, or an arm changes a batch that others are given.
         Interrupted: on a signal, when all is saved.
     """
-    train, state = recipe.train, PartialState()
+    train, state = recipe.train, join()
     seed = next(iter(models)).seed
     steps = steps_of(train, len(splits.train))
     arms = [ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir) for key, (model, _) in models.items()]
@@ -97,7 +97,8 @@ def train_lockstep(
         )
         asked = time.perf_counter()
         for step, batch in enumerate(batches, first):
-            batch = mixed(batch, train, len(splits.classes), seed, step)
+            stop.agree()
+            batch = known_to_all(mixed(batch, train, len(splits.classes), seed, step))
             waited = time.perf_counter() - asked
             seen.check(step, batch)
             probed = probed_at(step, train, steps)

@@ -9,17 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from accelerate.utils import gather_object
+
 from retrofit.errors import Interrupted
+from retrofit.train.processes import join
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """The signals that have come. Outside of `hold` they raise Interrupted at once."""
+    """The signals that have come. Outside of `hold` they raise Interrupted at once.
+
+    Of several processes none may leave the others waiting: there, they raise it in `agree`, in all at once.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._held = False
+        self._alone = join().num_processes == 1
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -29,8 +36,15 @@ class Stop:
             yield
         finally:
             self._held = False
-        if self.number is not None:
+        if self.number is not None and self._alone:
             raise Interrupted(self.number)
+
+    def agree(self) -> None:
+        """Raises Interrupted in every process where one of them has received a signal."""
+        if not self._alone:
+            number = max(gather_object([self.number or 0]))
+            if number:
+                raise Interrupted(number)
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         if self.number is not None:
@@ -39,7 +53,7 @@ class Stop:
             return
         self.number = number
         print("retrofit: ending; once more Ctrl-C ends without saving", file=sys.stderr)
-        if not self._held:
+        if not self._held and self._alone:
             raise Interrupted(number)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.models import family_of, sites_of
+from retrofit.models import evaluating, family_of, sites_of
+from retrofit.train.processes import join
 
 
 class Classifier(nn.Module):
@@ -34,14 +34,23 @@ class Classifier(nn.Module):
         return logits
 
 
-def accelerator_of(precision: str) -> Accelerator:
+def accelerator_of(precision: str, model: nn.Module) -> Accelerator:
     """An Accelerator of its own for a run. accelerate keeps one precision a process until its state is reset."""
     mixed = {"fp32": "no"}.get(precision, precision)
     if AcceleratorState._shared_state.get("_mixed_precision", mixed) != mixed:
         AcceleratorState._reset_state()
-    # Some weights of transformers' models have no part in the logits, such as DINOv2's mask token.
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    idle = join().num_processes > 1 and _has_idle_weights(model)
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=idle)]
     return Accelerator(mixed_precision=mixed, kwargs_handlers=handlers)
+
+
+def _has_idle_weights(model: nn.Module) -> bool:
+    """Whether weights have no part in the logits, such as DINOv2's mask token: DDP waits for their gradients."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    side = family_of(model).preprocess(model).image_size
+    with evaluating(model), torch.enable_grad():
+        logits = Classifier(model)(weights[0].new_zeros(1, 3, side, side))
+        return None in torch.autograd.grad(logits.sum(), weights, allow_unused=True)
 
 
 def compiled(module: nn.Module, backend: str | None) -> nn.Module:
@@ -58,11 +67,6 @@ def compiled(module: nn.Module, backend: str | None) -> nn.Module:
     result: Any = torch.compile(module, backend=backend, options=options)
     assert isinstance(result, nn.Module)
     return result
-
-
-def sharded() -> bool:
-    """Whether accelerate was launched with FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
 
 
 def whole(tensor: Tensor) -> Tensor:
