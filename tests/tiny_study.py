@@ -27,14 +27,14 @@ TIMM_ARGS = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_
 QK_NORM = {"preset": "qwen3", "gain": "per_head"}
 
 
-def write_images(folder: Path, sizes: Mapping[str, int] = SIZES, side: int = 16) -> Path:
+def write_images(folder: Path, sizes: Mapping[str, int] = SIZES, side: int = 16, contrast: int = 40) -> Path:
     """train.parquet, validation.parquet and test.parquet of noisy images, whose brightness tells the class."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (split, count) in enumerate(sizes.items()):
         rng = np.random.default_rng(number)
         rows, labels = [], [i % CLASSES for i in range(count)]
         for i, label in enumerate(labels):
-            pixels = rng.integers(0, 120, (side, side, 3)) + 40 * label
+            pixels = rng.integers(0, 120, (side, side, 3)) + contrast * label
             Image.fromarray(pixels.astype(np.uint8)).save(file := io.BytesIO(), "PNG")
             rows.append({"bytes": file.getvalue(), "path": f"{split}-{i}.png"})
         names = [f"class {label}" for label in labels]

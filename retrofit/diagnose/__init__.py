@@ -13,9 +13,11 @@ Events:
 The twin of a run is the finished one of the same arm, precision and seed at the arm's best rate: the same batches.
 
 A figure has moved where it is 1.5 times what it was at step 0 and 1.5 times the twin's at the same step; without a
-twin, 3 times what it was at step 0, since any training moves it; where step 0 does not have it (the update-to-weight
-ratio, which is taken per learning rate), the twin alone decides. Entropy and loss scale move by falling. The gradient
-norm is the median since the last probe, at step 0 the first step's.
+twin, 3 times what it was at step 0, since any training moves it, and for a spike 3 times what it was at the last probe
+before the window of steps that it stands out of; where step 0 does not have it (the update-to-weight ratio, which is
+taken per learning rate), the twin alone decides. A largest logit under 3 has not moved: it cannot make attention sharp.
+Entropy and loss scale move by falling. The gradient norm is the median since the last probe; at step 0, the first
+step's.
 The loss is worse from its onset on: with D = loss - the twin's on the same batch, E = the median of D at the end, at
 most 1 nat, and D clipped to +-E, that is where the running sum of D - E/4 is lowest (a CUSUM change point, Page 1954).
 Without a twin, D is taken from the lowest mean of ten losses so far. The onset of a spike is its step.

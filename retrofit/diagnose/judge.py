@@ -124,7 +124,9 @@ def _diagnosis(run: Trained, twin: Trained | None, event: Event, step: int | Non
     else:
         onset = loss_onset(run, twin, last=max(3, run.steps.size // 10))
     when = int(run.steps[-1]) if onset is None and run.steps.size else onset or 0
-    moved = movements(run, twin, when, until=when if spike else None)
+    # A spike stands out of a window; what moved long before it, as in any training, without a twin proves nothing.
+    since = max(0, when - stats.OLMO_CORE.window) if spike and twin is None else 0
+    moved = movements(run, twin, when, since, until=when if spike else None)
     if event == "degradation" and onset is None:
         answer, reason, logit = _unseen(run, twin, moved)
     elif spike and twin is not None and _spiked(twin, event, when):

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from retrofit.diagnose.trained import ENTROPY, SCALE, WHOLE, Array, Steps, Trained
+from retrofit.diagnose.trained import ENTROPY, LOGIT, SCALE, WHOLE, Array, Steps, Trained
 
 FACTOR = 1.5
 FACTOR_ALONE = 3.0
 """Without a twin."""
+SOFT = 3.0
+"""A largest |logit| under this has not moved: one key can then outweigh another by e^6, 400 times, at most."""
 WORSE = 0.02
 """Nats: losses that differ by less do not differ."""
 _FALLING = {ENTROPY, SCALE}
@@ -30,7 +32,7 @@ class Movement:
     by: int
     """The probed step at which it had."""
     start: float | None
-    """At step 0."""
+    """At step 0, or at the probe that `movements` was told to start from."""
     twin: float | None
     """The twin's, at step `by`."""
     value: float
@@ -49,12 +51,16 @@ class Movement:
         return self.after is not None and self.after >= step
 
 
-def movements(run: Trained, twin: Trained | None, onset: int, until: int | None = None) -> list[Movement]:
+def movements(
+    run: Trained, twin: Trained | None, onset: int, since: int = 0, until: int | None = None
+) -> list[Movement]:
     """Every figure of every layer that moved before the onset, else after it; the earliest first.
 
-    `until`: the step up to which a movement must last; None for the end of the run.
+    Args:
+        since: figures are compared with what they were at the last probe up to this step.
+        until: the step up to which a movement must last; None for the end of the run.
     """
-    found = [_movement(run, twin, figure, site, onset, until) for figure, site in run.figures]
+    found = [_movement(run, twin, figure, site, onset, since, until) for figure, site in run.figures]
     return sorted((m for m in found if m), key=lambda m: (m.by, -m.rise))
 
 
@@ -102,10 +108,12 @@ def _excess(run: Trained, twin: Trained | None) -> tuple[Steps, Array]:
     return steps[shared], (loss - theirs)[shared]
 
 
-def _judged(run: Trained, twin: Trained | None, figure: str, site: str) -> tuple[Steps, NDArray[np.bool_], Array]:
+def _judged(
+    run: Trained, twin: Trained | None, figure: str, site: str, since: int = 0
+) -> tuple[Steps, NDArray[np.bool_], Array]:
     """(steps, moved, twin's value) at the probes that can be judged."""
     values = run.figures[figure, site]
-    start = np.full_like(values, _start(run, figure, site))
+    start = np.full_like(values, _start(run, figure, site, since))
     theirs = np.full_like(values, np.nan)
     if twin is not None and (figure, site) in twin.figures:
         at = dict(zip(twin.probed.tolist(), twin.figures[figure, site], strict=True))
@@ -113,15 +121,17 @@ def _judged(run: Trained, twin: Trained | None, figure: str, site: str) -> tuple
     over_start, over_twin = (_rise(figure, values, reference) for reference in (start, theirs))
     alone = np.isnan(over_twin)
     above_start = np.isnan(over_start) | (over_start >= np.where(alone, FACTOR_ALONE, FACTOR))
-    moved = above_start & (alone | (over_twin >= FACTOR))
+    moved = above_start & (alone | (over_twin >= FACTOR)) & (run.probed >= since)
+    if figure == LOGIT:
+        moved &= values >= SOFT
     known = ~(np.isnan(over_start) & alone)
     return run.probed[known], moved[known], theirs[known]
 
 
 def _movement(
-    run: Trained, twin: Trained | None, figure: str, site: str, onset: int, until: int | None
+    run: Trained, twin: Trained | None, figure: str, site: str, onset: int, since: int, until: int | None
 ) -> Movement | None:
-    steps, moved, theirs = _judged(run, twin, figure, site)
+    steps, moved, theirs = _judged(run, twin, figure, site, since)
     if not moved.any():
         return None
     by = int(np.argmax(moved))
@@ -131,7 +141,7 @@ def _movement(
         by = upto - int(np.argmin([*moved[:upto][::-1], False]))
     end = max(by, steps.size - 1 if until is None else int(np.searchsorted(steps, until, "right")) - 1)
     values = run.figures[figure, site][np.isin(run.probed, steps)]
-    start = _start(run, figure, site)
+    start = _start(run, figure, site, since)
     value, last = float(values[by]), float(values[end])
     references = [r for r in (start, float(theirs[by])) if np.isfinite(r)]
     return Movement(
@@ -153,8 +163,10 @@ def _merged(group: list[Movement]) -> Movement:
     return replace(first, sites=tuple(site for m in group for site in m.sites))
 
 
-def _start(run: Trained, figure: str, site: str) -> float:
-    return next((float(v) for s, v in zip(run.probed, run.figures[figure, site], strict=True) if s == 0), np.nan)
+def _start(run: Trained, figure: str, site: str, since: int) -> float:
+    """At the last probe up to `since`; NaN without one."""
+    at = int(np.searchsorted(run.probed, since, "right")) - 1
+    return float(run.figures[figure, site][at]) if at >= 0 else np.nan
 
 
 def _rise(figure: str, values: Array, references: Array) -> Array:

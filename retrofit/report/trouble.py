@@ -27,9 +27,10 @@ _RULE = (
     "Yes: the largest logit of a layer moved before the loss was worse, stayed moved and grew. No: no layer's moved, "
     "or they moved only after the loss did, or the loss scale of half precision fell first, or the run at the best "
     "rate spiked on the same batch. Moved: 1.5 times the value at step 0 and 1.5 times that of the run of the same arm "
-    "and seed at its best rate, at the same step; 3 times the value at step 0 where there is no such run. Order in "
-    "time is known only to the distance between probes, and what came first need not be the cause. A rate below the "
-    "best one that ends worse has only learned less and is not listed."
+    "and seed at its best rate, at the same step; where there is no such run, 3 times the value at step 0, or just "
+    "before the window that a spike stands out of; a logit under 3 never. Order in time is known only to the distance "
+    "between probes, and what came first need not be the cause. A rate below the best one that ends worse has only "
+    "learned less and is not listed."
 )
 
 
