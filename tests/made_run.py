@@ -47,20 +47,25 @@ def make_run(
     unfinished: Collection[Key] = (),
     accuracy: Mapping[tuple[str, float], float] = ACCURACY,
     spread: float = 0.01,
+    aa: Sequence[float] = (),
+    recipe: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a run folder and returns it.
 
     `diverged`, `missing` (nothing on disk) and `unfinished` (no result.json) name runs as (arm, lr, seed).
     `spread`: standard deviation of the seeds' accuracies; that of a pair's difference is half of it.
+    `aa`: learning rates at which the baseline has a twin. `recipe`: changes to the recipe of run.json.
     """
-    plan = [(arm, lr, seed) for seed in seeds for lr in lrs for arm in arms]
-    _json(folder / "run.json", _manifest(arms, lrs, seeds, plan, images))
+    plan = [(arm, lr, seed) for seed in seeds for lr in lrs for arm in (*arms, *(["aa"] if lr in aa else []))]
+    manifest = _manifest(arms, lrs, seeds, plan, images)
+    manifest["recipe"] |= {"aa": list(aa), **(recipe or {})}
+    _json(folder / "run.json", manifest)
     for arm in arms:
         if arm != "baseline":
             _json(folder / arm / "insertion.json", _insertion(arm, layers))
     for key in plan:
         if key not in missing:
-            mean = accuracy.get((key[0], key[1]), 0.75)
+            mean = accuracy.get(("baseline" if key[0] == "aa" else key[0], key[1]), 0.75)
             _run(
                 folder / folder_of(*key),
                 key,
@@ -97,6 +102,8 @@ def _manifest(
                 "seeds": list(seeds),
                 "precision": ["bf16"],
             },
+            "unmatched": [],
+            "margin": 0.5,
         },
         "plan": [
             {"arm": a, "lr": lr, "seed": s, "precision": "bf16", "folder": folder_of(a, lr, s)} for a, lr, s in plan
@@ -115,6 +122,7 @@ def _manifest(
             "retrofit": "0.1.0",
             "platform": "Linux x86_64",
             "device": "cpu",
+            "cpu": "a processor",
             "cpu_threads": 2,
         },
     }
@@ -174,9 +182,9 @@ def _run(
     end = 0.6 * steps if diverged else steps
     ids = [f"{h:08x}" for h in shared.integers(0, 2**32, steps)]
     rows = [s for s in range(steps) if s <= end]
-    noise = 0.06 * shared.standard_normal(steps)
+    noise = 0.06 * shared.standard_normal(steps) + 0.01 * own.standard_normal(steps)
     loss = [math.log(CLASSES) * (1 - target * min(1.0, 2.2 * s / steps)) + noise[s] for s in rows]
-    if steps > 150 and arm == "baseline" and lr == max(LRS):
+    if steps > 150 and arm in ("baseline", "aa") and lr == max(LRS):
         loss[150:151] = [loss[150] + 2.0] if len(loss) > 150 else []
     norms = 1.0 + 0.1 * own.random(len(rows))
     metrics: list[dict[str, Any]] = [
@@ -203,14 +211,16 @@ def _run(
         "epochs": len(rows) / 62,
         "batch_size": 64,
         "classes": CLASSES,
-        "parameters": 1_200_000 + (0 if arm == "baseline" else 900),
-        "parameters_added": 0 if arm == "baseline" else 900,
+        "parameters": 1_200_000 + (900 if arm not in ("baseline", "aa") else 0),
+        "parameters_added": 900 if arm not in ("baseline", "aa") else 0,
         "validation": None,
         "test": None,
         "train_loss": None if diverged else float(np.mean(loss[-steps // 10 :])),
         "attention": "unfused",
         "device": "cpu",
         "seconds": 12.5,
+        "memory_bytes": 90_000_000 if arm == "baseline" else 120_000_000,
+        "memory_source": "tensors",
     }
     if not diverged:
         arrays: dict[str, Any] = {}
@@ -239,8 +249,8 @@ def _probe(arm: str, lr: float, step: int, steps: int, layers: int) -> dict[str,
     share = step / steps
     rows = []
     for i in range(layers):
-        if arm == "baseline":
-            start, end = 20.0, LOGIT.get((arm, lr), 20.0)
+        if arm in ("baseline", "aa"):
+            start, end = 20.0, LOGIT.get(("baseline", lr), 20.0)
             largest, bound = start * (end / start) ** share * 0.85**i, None
         else:
             largest, bound = 7.5 * 0.95**i, 8.0 + i / 10
@@ -248,8 +258,8 @@ def _probe(arm: str, lr: float, step: int, steps: int, layers: int) -> dict[str,
             {
                 "site": f"blocks.{i}.attn",
                 "heads": 4,
-                "q_rms": 1.4,
-                "k_rms": 1.2,
+                "q_rms": (1.4 + 2 * share if bound is None else 1.1) * 0.97**i,
+                "k_rms": (1.2 + share if bound is None else 1.0) * 0.97**i,
                 "q_cv": 0.2,
                 "k_cv": 0.3,
                 "key_common_share": 0.6,

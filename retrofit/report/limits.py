@@ -49,8 +49,8 @@ def limits(document: Mapping[str, Any], pairs: int) -> list[str]:
     if left := study["runs_planned"] - study["runs_counted"]:
         told.append(
             f"{left} of {plural(study['runs_planned'], 'planned run')} {'has' if left == 1 else 'have'} no result and "
-            f"{'is' if left == 1 else 'are'} not counted. A learning rate that lacks a run of an arm cannot be that "
-            "arm's best, so that the rates named best may change when it is there."
+            f"{'is' if left == 1 else 'are'} not counted. Best learning rates were chosen on the seeds that every rate "
+            "of an arm has, and may change when the rest is there."
         )
     if study["runs_counted"]:
         model, data = study["model"] or "name not known", study["data"] or "name not known"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.report.blocks import Block, Figure, Page, Prose, Section, Table
+from retrofit.report.tables import arm_rows
 from retrofit.report.text import settings
 from retrofit.report.words import NONE, accuracy, band, fixed, interval, listed, plural, points, rate, signed
 from retrofit.runfiles import BASELINE
@@ -192,8 +193,16 @@ def _label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _differing(studies: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The keys of the resolved recipes whose values are not the same in all studies."""
-    flat = [dict(line.split("=", 1) for line in settings(d["study"]["recipe"])) for d in studies.values()]
+    """The keys of the resolved recipes, an arm as one of them, whose values are not the same in all studies."""
+    flat = [_settings(d["study"]) for d in studies.values()]
     keys = dict.fromkeys(key for recipe in flat for key in recipe)
     rows = [{"key": key, "values": [recipe.get(key) for recipe in flat]} for key in keys]
     return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def _settings(study: Mapping[str, Any]) -> dict[str, str]:
+    recipe = {k: v for k, v in study["recipe"].items() if k != "arms"}
+    arms = {
+        f"arms.{name}": f"{norm}{f', start {start}' if start != NONE else ''}" for name, norm, start in arm_rows(study)
+    }
+    return dict(line.split("=", 1) for line in settings(recipe)) | arms

@@ -59,26 +59,30 @@ def table(study: Study) -> list[dict[str, Any]]:
 def best_rates(study: Study) -> list[dict[str, Any]]:
     """Each arm's best rate by mean validation accuracy, then loss, then the lower rate; never by test.
 
-    Only rates with as many runs as the arm has at any rate take part, so that a half-finished one cannot win.
+    Judged on the seeds that every rate with a run has, so that a half-finished rate wins or loses by what it did and
+    not by which seeds it lacks. Where the rates share no seed, only those with the most runs take part.
     """
     measured = outcomes(study.runs, study.classes, "validation")
     rows = []
     for precision, arm in product(precisions(study), study.arms):
-        seeds = {lr: r for (p, a, lr), r in measured.items() if (p, a) == (precision, arm)}
-        if not seeds:
+        runs = {lr: r for (p, a, lr), r in measured.items() if (p, a) == (precision, arm)}
+        if not runs:
             continue
-        full = {lr: r for lr, r in seeds.items() if len(r) == max(map(len, seeds.values()))}
-        mean = {lr: np.mean(list(r.values()), axis=0) for lr, r in full.items()}
-        best = min(full, key=lambda lr: (-mean[lr][0], mean[lr][1], lr))
-        edges = [name for name, lr in (("lowest", min(seeds)), ("highest", max(seeds))) if lr == best]
+        shared = set.intersection(*(set(r) for r in runs.values()))
+        if not shared:
+            most = max(map(len, runs.values()))
+            runs = {lr: r for lr, r in runs.items() if len(r) == most}
+        mean = {lr: np.mean([r[s] for s in shared or r], axis=0) for lr, r in runs.items()}
+        best = min(runs, key=lambda lr: (-mean[lr][0], mean[lr][1], lr))
+        edges = [name for name, lr in (("lowest", min(runs)), ("highest", max(runs))) if lr == best]
         rows.append(
             {
                 "arm": arm,
                 "precision": precision,
                 "lr": best,
                 "validation_accuracy": float(mean[best][0]),
-                "seeds": sorted(full[best]),
-                "edge": edges[0] if len(seeds) > 1 and edges else None,
+                "seeds": sorted(shared or runs[best]),
+                "edge": edges[0] if len(runs) > 1 and edges else None,
             }
         )
     return rows

@@ -31,7 +31,8 @@ def arm_of(document: Document, row: Mapping[str, Any]) -> str:
 def compared_at(c: Mapping[str, Any]) -> str:
     if c["kind"] == "same_rate":
         return rate(c["lr"])
-    return f"own best ({rate(c['lr'])}, {rate(c['baseline_lr'])})"
+    rates = dict.fromkeys((rate(c["lr"]), rate(c["baseline_lr"])))
+    return f"own best ({', '.join(rates)})"
 
 
 def outcomes(document: Document) -> Table:
@@ -260,11 +261,15 @@ def faults(document: Document) -> Table:
 
 
 def arms(document: Document) -> Table:
-    rows = []
-    for a in document["study"]["arms"]:
-        norm = a["formula"] or (str(a["qk_norm"]) if a["qk_norm"] else "the model as it is")
-        rows.append((a["name"], norm, a["init"] or NONE))
-    return Table("Arms", ("Arm", "QK-Norm", "Start"), tuple(rows), words=3)
+    return Table("Arms", ("Arm", "QK-Norm", "Start"), tuple(arm_rows(document["study"])), words=3)
+
+
+def arm_rows(study: Document) -> list[tuple[str, str, str]]:
+    """Name, norm and start of each arm."""
+    return [
+        (a["name"], a["formula"] or (str(a["qk_norm"]) if a["qk_norm"] else "the model as it is"), a["init"] or NONE)
+        for a in study["arms"]
+    ]
 
 
 def not_matched(document: Document) -> Table:

@@ -65,16 +65,17 @@ def _headline(document: Mapping[str, Any], own: Sequence[Any], arms: Sequence[st
         return "Nothing to compare yet: no pair of runs has a result"
     pairs = min((c["pairs"] for c in own), default=0)
     counted = plural(pairs, "pair")
-    opening = f"Undecided, {plural(most, 'pair')}" if most < MIN_PAIRS else f"Provisional, {counted}"
+    opening = f"Undecided, {counted}" if pairs < MIN_PAIRS else f"Provisional, {counted}"
     if pairs >= FIRM_PAIRS:
         opening = f"Over {counted}"
-    told = ", ".join(_headline_words(document, c) for c in own)
+    told = ", ".join(_headline_words(document, c, alone=len(own) == 1) for c in own)
     study = document["study"]
     tested = f"{study['model'] or 'one checkpoint'} on {study['data'] or 'one data set'}"
     return f"{opening}: against {BASELINE} at the best learning rates, {told}; nothing but {tested} was tested"
 
 
-def _headline_words(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
+def _headline_words(document: Mapping[str, Any], c: Mapping[str, Any], alone: bool) -> str:
+    """What is said of one arm; `alone` where no other arm needs the room."""
     name = _named(c["arm"], c, document)
     if not c["pairs"]:
         return f"{name} has no pair yet"
@@ -83,11 +84,11 @@ def _headline_words(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
     m = c["accuracy"]
     if c["pairs"] < MIN_PAIRS:
         return f"{name} differs by {difference(m['mean'])}"
-    band_told = f", {band(m['level'])} interval {interval(m['interval'])}" if m["interval"] else ""
+    band_told = f", {band(m['level'])} interval {interval(m['interval'])}" if m["interval"] and alone else ""
     told = f"{name} is {m['verdict']} ({difference(m['mean'])}{band_told})"
     for word in ("better", "worse"):
         rates = [s for s in _same_rate(document, c) if s["accuracy"]["verdict"] == word and s["lr"] != c["lr"]]
-        if rates:
+        if rates and alone:
             means = listed([points(s["accuracy"]["mean"]) for s in rates])
             told += f" and {word} at {listed([rate(s['lr']) for s in rates])} ({means} points)"
     return told
@@ -190,7 +191,7 @@ def _support(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
     """`(98.3 % interval …, 3 pairs: undecided; about 4 more seeds would decide)`, or as much of it as there is."""
     m = c["accuracy"]
     told = [f"{band(m['level'])} interval {interval(m['interval'])}"] if m["interval"] else []
-    told.append(plural(c["pairs"], "pair"))
+    told.append(plural(c["pairs"], "pair") + (" that differ alike" if c["pairs"] > 1 and not m["interval"] else ""))
     word = m["verdict"] if c["pairs"] >= MIN_PAIRS else "undecided, fewer than three pairs decide nothing"
     return f" ({', '.join(told)}: {word}{_nearness(document, c)})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -72,18 +73,20 @@ def more_pairs(
     d = np.asarray(differences, float)
     if d.size < 2:
         return None
-    n = np.arange(max(d.size + 1, MIN_PAIRS), MOST_PAIRS + 1)
-    mean = abs(float(d.mean()))
-    if no_spread(d):
-        decided = (0.5 ** (n - 1) <= 1 - level) & (mean > 0)
-        equal = 0.5**n <= (1 - equal_level) / 2
-    else:
-        error = float(d.std(ddof=1)) / np.sqrt(n)
-        decided = stdtrit(n - 1, 0.5 + level / 2) * error < mean
-        equal = mean + stdtrit(n - 1, 0.5 + equal_level / 2) * error < (margin or 0.0)
-    if margin is not None and mean < margin:
-        decided = decided | equal
-    return int(n[np.argmax(decided)]) - d.size if decided.any() else None
+    mean, sd, flat = abs(float(d.mean())), float(d.std(ddof=1)), no_spread(d)
+
+    def decides(n: int) -> bool:
+        """Grows with n alone: the intervals shrink round a mean that stays."""
+        if flat:
+            apart, equal = mean > 0 and 0.5 ** (n - 1) <= 1 - level, 0.5**n <= (1 - equal_level) / 2
+        else:
+            apart = float(stdtrit(n - 1, 0.5 + level / 2)) * sd / math.sqrt(n) < mean
+            equal = mean + float(stdtrit(n - 1, 0.5 + equal_level / 2)) * sd / math.sqrt(n) < (margin or 0.0)
+        return apart or (equal and margin is not None and mean < margin)
+
+    sizes = range(max(d.size + 1, MIN_PAIRS), MOST_PAIRS + 1)
+    first = bisect_left(sizes, True, key=decides)
+    return sizes[first] - d.size if first < len(sizes) else None
 
 
 def holm(p_values: Sequence[float], alpha: float = 0.05) -> tuple[list[float], list[float]]:
