@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import pickle
 import re
@@ -327,6 +328,26 @@ def test_it_changes_nothing(kind: str, fused: bool, images) -> None:
     after = {n: (dict(m._forward_hooks), dict(m._forward_pre_hooks), set(vars(m))) for n, m in model.named_modules()}
     assert before == after
     pickle.dumps(model)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_map_of_attention_is_kept(fused: bool, images) -> None:
+    model = tiny_timm()
+    if not fused:
+        family_of(model).unfuse(model)
+
+    def held() -> int:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    read(model, images)
+    before = held()
+    with probe(model) as seen, torch.no_grad():
+        model(images)
+    assert held() - before < 3 * 2 * 32768 * 8 + 20_000  # three layers' histograms, and a value a head and channel
+    del seen
+    assert held() == before
 
 
 def test_an_error_inside_leaves_no_hooks(images) -> None:
