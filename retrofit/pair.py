@@ -32,6 +32,7 @@ from retrofit.train import (
     check_devices,
     check_matched,
     check_shares,
+    check_trackers,
     on_main,
     runs_at_once,
     steps_of,
@@ -77,6 +78,7 @@ def run_pair(
     if not mine:
         return False
     check_devices(recipe.train)
+    check_trackers(recipe)
     on_main(lambda: _check_folder(recipe, run_dir, force))
     study = _open(recipe, run_dir)
     check_shares(recipe.train, len(study.splits.train))

@@ -9,6 +9,7 @@ wrapped.py   a model inside accelerate's and torch.compile's wrappers
 match.py     that they saw the same
 resume.py    checkpoints to go on from
 signals.py   an end that is asked for
+track.py     experiment trackers
 processes.py several processes that train one study
 memory.py    what a step of one arm needs of memory, and how many runs fit
 """
@@ -19,6 +20,7 @@ from retrofit.train.match import RATE, Seen, check_matched
 from retrofit.train.memory import runs_at_once
 from retrofit.train.processes import check_devices, check_shares, on_main
 from retrofit.train.signals import Stop, stoppable
+from retrofit.train.track import check_trackers
 
 __all__ = [
     "RATE",
@@ -29,6 +31,7 @@ __all__ = [
     "check_devices",
     "check_matched",
     "check_shares",
+    "check_trackers",
     "on_main",
     "probed_at",
     "runs_at_once",

@@ -29,6 +29,7 @@ from retrofit.runfiles import JsonLines, RunKey
 from retrofit.train import resume
 from retrofit.train.memory import StepMemory
 from retrofit.train.optim import freeze, optimizer_of, schedule_of
+from retrofit.train.track import Trackers
 from retrofit.train.watch import Watch
 from retrofit.train.wrapped import Classifier, accelerator_of, compiled, whole
 
@@ -66,6 +67,7 @@ class ArmRun:
     watch: Watch
     memory: StepMemory
     ema: ModelEmaV3 | None = None
+    trackers: Trackers | None = None
     at: int = 0
     """Steps that are done."""
     diverged_at: int | None = None
@@ -172,6 +174,8 @@ class ArmRun:
             self.ema.update(self.model)
         self.losses.append(row["loss"])
         self.metrics.write(row)
+        if self.trackers is not None:
+            self.trackers.step(row, layers)
         spent = time.perf_counter() - began
         self.seconds += spent
         self.timings.write({"step": step, "seconds": round(spent, 6), "data_seconds": round(waited, 6)})
@@ -277,6 +281,8 @@ class ArmRun:
     def close(self) -> None:
         for log in self._logs:
             log.close()
+        if self.trackers is not None:
+            self.trackers.close()
         self.closed = True
 
     def fail(self, error: Exception) -> None:

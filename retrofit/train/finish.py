@@ -69,6 +69,8 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
         "memory_source": arm.memory.source,
         "resumed_at": arm.resumed_at,
     }
+    if arm.trackers is not None and arm.alive:
+        arm.trackers.result(steps, results)
     arm.close()
     runfiles.write_json(arm.folder / runfiles.RESULT, result)
     resume.remove(arm.folder)

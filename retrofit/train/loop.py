@@ -25,6 +25,7 @@ from retrofit.train.match import Seen
 from retrofit.train.processes import join, known_to_all
 from retrofit.train.resume import Cadence
 from retrofit.train.signals import Stop
+from retrofit.train.track import Trackers
 
 
 def steps_of(train: Train, images: int) -> int:
@@ -71,6 +72,9 @@ def train_lockstep(
     seed = next(iter(models)).seed
     steps = steps_of(train, len(splits.train))
     arms = [ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir) for key, (model, _) in models.items()]
+    if state.is_main_process and train.trackers:
+        for arm in arms:
+            arm.trackers = Trackers(recipe, arm.key, run_dir, arm.at)
     faults: list[Exception] = []
     cadence = Cadence(train.checkpoint_every)
 
