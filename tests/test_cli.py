@@ -124,6 +124,41 @@ def test_a_report_is_made_again_from_files(tmp_path: Path, capsys: pytest.Captur
     assert (run / "report.md").read_text() != "mine"
 
 
+def test_report_checks_for_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"images": 300, "steps": 5, "lrs": [0.001], "layers": 1}
+    level = {("baseline", 0.001): 0.8, ("retrofit", 0.001): 0.8}
+    good = make_run(tmp_path / "good", accuracy=level, diverged=[("baseline", 0.001, 0)], **small)
+    worse = make_run(tmp_path / "worse", accuracy={**level, ("retrofit", 0.001): 0.4}, **small)
+    diverged = make_run(tmp_path / "diverged", accuracy=level, diverged=[("retrofit", 0.001, 0)], **small)
+    assert main(["report", "--check", str(good)]) == 0
+    assert main(["report", str(worse)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["report", "--check", str(worse)]) == 3
+    assert "retrofit at 0.001 is worse in test accuracy" in capsys.readouterr().err
+    assert (worse / "report.html").is_file()
+    assert main(["report", "--check", str(diverged)]) == 3
+    assert "retrofit at 0.001 diverged in 1 of 3 runs" in capsys.readouterr().err
+    assert main(["report", "--check", str(good), str(diverged)]) == 3
+    assert main(["report", "--check", str(tmp_path)]) == 2
+
+
+def test_report_compares_several_run_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / name, images=20, steps=5, lrs=[0.001], layers=1) for name in ("one", "two")]
+    assert main(["report", *map(str, runs), "-o", str(tmp_path / "all")]) == 0
+    said = capsys.readouterr().out
+    assert "| one | retrofit |" in said
+    assert "| two | retrofit |" in said
+    assert all((folder / "report.html").is_file() for folder in (*runs, tmp_path / "all"))
+    assert read_json(tmp_path / "all" / "report.json")["schema"].startswith("qknorm-retrofit/overview/")
+    assert main(["report", *map(str, runs), "-o", str(runs[0])]) == 2
+    assert "is one of the run folders" in capsys.readouterr().err
+    assert main(["report", str(runs[0]), "-o", str(tmp_path / "elsewhere"), "--margin", "2"]) == 0
+    assert read_json(tmp_path / "elsewhere" / "report.json")["study"]["margin"] == {"points": 2.0, "set_by": "option"}
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(runs[0]), "--margin", "0"])
+    assert "is not a number of points above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["timm:{}/model", "hf:{}/hf"])
 def test_probe_prints_one_json_document_and_nothing_else(
     place: Path, capsys: pytest.CaptureFixture[str], model: str

@@ -24,7 +24,7 @@ from read_page import Shown
 
 from retrofit import stats
 from retrofit.errors import RetrofitError
-from retrofit.report import build_report, write_report
+from retrofit.report import build_report, write_overview, write_report
 from retrofit.report.markdown import to_markdown
 from retrofit.report.text import page
 
@@ -425,6 +425,33 @@ def test_objections_are_verdicts_of_worse_and_divergence_beside_the_baseline(
     found = checked(make_run(tmp_path / "run", lrs=LRS[:2], layers=1, **made_with))["verdict"]["objections"]
     assert found[: len(objections)] == objections
     assert bool(found) == bool(objections)
+
+
+def test_several_studies_stand_in_one_table(tmp_path: Path) -> None:
+    schema = json.loads((files("retrofit.report") / "overview.schema.json").read_text(encoding="utf-8"))
+    level = {("baseline", LRS[0]): 0.8, ("retrofit", LRS[0]): 0.5}
+    small: dict[str, Any] = {"lrs": LRS[:1], "layers": 1, "steps": 20}
+    runs = [
+        make_run(tmp_path / "a" / "run", **small),
+        make_run(tmp_path / "b" / "run", accuracy=level, recipe={"margin": 1.0}, **small),
+        make_run(tmp_path / "c" / "run", arms=["baseline"], missing=[("baseline", LRS[0], 0)], **small),
+    ]
+    text = write_overview(runs, tmp_path / "all")
+    document = json.loads((tmp_path / "all" / "report.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(document)
+    assert [s["name"] for s in document["studies"]] == ["a/run", "b/run", "c/run"]
+    assert [(r["study"], r["arm"]) for r in document["rows"]] == [("a/run", "retrofit"), ("b/run", "retrofit")]
+    own = compared(build_report(runs[1]), "own_best", LRS[0])
+    assert document["rows"][1]["difference"] == own["accuracy"]["mean"]
+    assert document["rows"][1]["verdict"] == own["accuracy"]["verdict"] == "worse"
+    assert {"key": "margin", "values": ["0.5", "1", "0.5"]} in document["settings"]
+    assert "arms.retrofit" in {s["key"] for s in document["settings"]}
+    assert "| c/run | 2 of 3 | 1 |" in text
+    first = (tmp_path / "all" / "report.html").read_bytes()
+    write_overview(runs, tmp_path / "all")
+    assert (tmp_path / "all" / "report.html").read_bytes() == first
+    with pytest.raises(RetrofitError, match="nothing to report on"):
+        write_overview([runs[0], tmp_path])
 
 
 def test_a_worse_arm_is_called_worse(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def _objections(document: Mapping[str, Any]) -> list[str]:
     for c in document["comparisons"]:
         worse = [name for name in ("accuracy", "loss") if c[name]["verdict"] == "worse"]
         if worse:
-            at = rate(c["lr"]) if c["kind"] == "same_rate" else f"its own best rate, {rate(c['lr'])}"
+            at = rate(c["lr"]) if c["kind"] == "same_rate" else f"its own best rate ({rate(c['lr'])})"
             found.append(f"{_named(c['arm'], c, document)} at {at} is worse in test {listed(worse)}")
     for row in document["outcomes"]:
         if row["arm"] != BASELINE and row["diverged"]:
