@@ -466,7 +466,7 @@ def test_a_diverged_run_counts_as_chance(tmp_path: Path) -> None:
     c = compared(document, "same_rate", LRS[2])
     assert c["means"]["baseline"] == pytest.approx({"accuracy": 1 / CLASSES, "loss": math.log(CLASSES)})
     assert c["diverged"] == {"arm": 0, "baseline": 3}
-    assert "3 of 3 runs of baseline diverged and count as chance" in document["verdict"]["sentences"][1]
+    assert document["verdict"]["sentences"][2] == "Diverged, and counted as chance: 3 of 3 runs of baseline at 0.01."
     assert all(r["test"] is None for r in document["runs"] if r["status"] == "diverged")
 
 

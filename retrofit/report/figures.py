@@ -179,7 +179,7 @@ def _heatmaps(document: Document, key: str, scale: Normalize, label: str) -> Ite
         title = _titled(f"{trace['arm']}, learning rate {rate(trace['lr'])}", trace["precision"], document)
         height = 70 + 14 * min(len(trace["sites"]), 16)
         draw = partial(plots.heatmap, trace=trace, key=key, scale=scale)
-        yield Panel(title, svg(draw, (_SMALL, height)))
+        yield Panel(title, svg(draw, (_SMALL, height), (40, 38, 8, 4)))
 
 
 def _positive(traces: Sequence[Mapping[str, Any]], *keys: str) -> list[float]:

@@ -35,7 +35,6 @@ _STYLE = {
     "ytick.color": RULE,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "figure.constrained_layout.use": True,
 }
 
 
@@ -44,10 +43,17 @@ def arm_colour(index: int) -> str:
     return f"#01030{index % _ARMS}"
 
 
-def svg(draw: Callable[[Axes], None], size: tuple[int, int]) -> str:
-    """The drawing that `draw` makes on one pair of axes, `size` in CSS pixels at its natural width."""
+def svg(draw: Callable[[Axes], None], size: tuple[int, int], margins: tuple[int, int, int, int] | None = None) -> str:
+    """The drawing that `draw` makes on one pair of axes, `size` in CSS pixels at its natural width.
+
+    `margins`: left, bottom, right and top of the axes, in CSS pixels; None lays them out by what stands round them,
+    which takes as long as drawing.
+    """
     with matplotlib.style.context(_STYLE, after_reset=True):  # whatever matplotlibrc the user has
-        figure = Figure(figsize=(size[0] / 72, size[1] / 72))
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout=None if margins else "constrained")
+        if margins:
+            (width, height), (left, bottom, right, top) = size, margins
+            figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
         draw(figure.add_subplot())
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

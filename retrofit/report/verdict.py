@@ -38,7 +38,7 @@ def verdict(document: Mapping[str, Any]) -> dict[str, Any]:
         "headline": _headline(document, own, arms),
         "pairs": pairs,
         "provisional": bool(compared) and pairs < FIRM_PAIRS,
-        "sentences": [*_unmatched(document), *sentences, *_noise(document)],
+        "sentences": [*_unmatched(document), *sentences, *_divergence(document), *_noise(document)],
         "limits": limits(document, pairs),
         "objections": _objections(document),
         "arms": [
@@ -160,10 +160,19 @@ def _rate_finding(document: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
     direction = "higher" if change > 0 else "lower"
     ends = f"ends {difference(abs(change), sign=False)} {direction}" if change else "ends level"
     text = f"At learning rate {rate(c['lr'])}, {place}, {arm} {ends}{_support(document, c)}"
-    diverged = [(BASELINE, c["diverged"]["baseline"]), (arm, c["diverged"]["arm"])]
-    if told := [f"{n} of {c['pairs']} runs of {name}" for name, n in diverged if n]:
-        text += f"; {listed(told)} diverged and count as chance"
     return [text + _logit_clause(document, c) + "."]
+
+
+def _divergence(document: Mapping[str, Any]) -> list[str]:
+    """Every arm and rate with a run that diverged."""
+    lost = [o for o in document["outcomes"] if o["diverged"]]
+    if not lost:
+        return []
+    told = [
+        f"{o['diverged']} of {plural(o['runs'], 'run')} of {_named(o['arm'], o, document)} at {rate(o['lr'])}"
+        for o in sorted(lost, key=lambda o: -o["lr"])
+    ]
+    return [f"Diverged, and counted as chance: {listed(told)}."]
 
 
 def _logit_clause(document: Mapping[str, Any], c: Mapping[str, Any]) -> str:
