@@ -36,36 +36,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(strange or settings)}")
     if hasattr(args, "settings"):
         args.settings = [*args.settings, *settings]
-    signal.signal(signal.SIGTERM, _terminated)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second too, which a shell's background jobs ignore
+        signal.signal(number, _interrupt)
     try:
         return int(args.handler(args))
     except RetrofitError as error:
         if not _is_main_process():
             return MISTAKE
         lines = str(error).splitlines()
-        print(
-            f"retrofit: {lines[0]}" if len(lines) == 1 else "retrofit:\n  " + "\n  ".join(lines),
-            file=sys.stderr,
-        )
-        return MISTAKE
+        return _said("\n  ".join(lines if len(lines) == 1 else ["", *lines]), MISTAKE)
     except BrokenPipeError:
         sys.stderr.close()
         return OK
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
             raise
-        print(f"retrofit: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
-        return MISTAKE
-    except Interrupted as error:
-        print("retrofit: ended; what was trained is saved, and the same command goes on from there", file=sys.stderr)
-        return 128 + error.number
-    except KeyboardInterrupt:
-        print(
-            "retrofit: interrupted; what was saved is kept, and the same command goes on from there",
-            file=sys.stderr,
-        )
-        return 128 + signal.SIGINT
+        return _said(f"{error.filename or 'the output'} cannot be written: {error.strerror}", MISTAKE)
+    except KeyboardInterrupt as error:
+        kept = "what was trained is saved" if isinstance(error, Interrupted) else "what was saved is kept"
+        resumes = f"; {kept}, and the same command goes on from there" if args.handler is _pair else ""
+        return _said(f"interrupted{resumes}", 128 + getattr(error, "number", signal.SIGINT))
+
+
+def _said(words: str, code: int) -> int:
+    print(f"retrofit: {words}".replace(": \n", ":\n", 1), file=sys.stderr)
+    return code
+
+
+def _interrupt(number: int, _frame: Any) -> NoReturn:
+    raise Interrupted(number)
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -262,11 +261,3 @@ def _show_report(path: Path) -> Any:
     document = read_json(path.with_suffix(".json"))
     print("\n".join([document["verdict"]["headline"], *document["verdict"]["sentences"], f"report: {path}"]))
     return document
-
-
-def _terminated(_number: int, _frame: Any) -> NoReturn:
-    print(
-        "retrofit: terminated; what was saved is kept, and the same command goes on from there",
-        file=sys.stderr,
-    )
-    sys.exit(128 + signal.SIGTERM)

@@ -213,7 +213,8 @@ class ArmRun:
         scaled = self.accelerator.scaler is not None
         if by is None or scaled:  # fp16: the scaler looks itself, and takes a smaller scale where gradients overflow
             try:
-                self.optimizer.step()
+                with keyed_rng("update", self.key.seed, step):  # a few optimizers draw, such as Kron
+                    self.optimizer.step()
             except RuntimeError as error:
                 if "overflow" not in str(error):
                     raise
