@@ -196,9 +196,11 @@ def _pair(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.settings)
     run_dir = args.output or Path("runs") / Path(args.recipe).stem
     if args.dry_run:
-        from retrofit.pair import describe_plan
+        from retrofit.rehearsal import rehearse
 
-        print(describe_plan(recipe))
+        said = rehearse(recipe)
+        if _is_main_process():
+            print(said)
         return OK
     from retrofit.pair import run_pair
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "retrofit"
 
 BASE = {"errors", "stats", "runfiles"}
 TRUNK = ["qknorm", "recipe", "norms", "models", "tap", "probes", "calibrate", "shock", "surgery", "registry"]
-TRUNK += ["checkpoint", "data", "evaluate", "train", "manifest", "pair"]
+TRUNK += ["checkpoint", "data", "evaluate", "train", "manifest", "study", "pair", "rehearsal"]
 MAY: dict[str, set[str]] = {"errors": set(), "stats": {"errors"}, "runfiles": {"errors", "stats"}}
 for _i, _room in enumerate(TRUNK):
     MAY[_room] = BASE | set(TRUNK[:_i])

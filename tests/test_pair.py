@@ -15,13 +15,14 @@ from tiny_study import QK_NORM, SIZES, content, recipe, write_hf, write_images, 
 
 import retrofit
 from retrofit import pair
+from retrofit import study as rooms
 from retrofit.checkpoint import load_model
 from retrofit.data import Images, eval_batches, open_splits
 from retrofit.errors import ModelError, PairMismatch, RecipeError, RetrofitError
 from retrofit.models import family_of
-from retrofit.pair import check_matched, describe_plan, run_pair
+from retrofit.pair import check_matched, run_pair
 from retrofit.qknorm import QKNorm
-from retrofit.recipe import dump, load_recipe, parse
+from retrofit.recipe import load_recipe, parse
 from retrofit.runfiles import RunKey, read_json, read_jsonl, write_json, write_text
 from retrofit.surgery import insert_qk_norm
 
@@ -190,7 +191,7 @@ def test_no_test_image_is_looked_at_before_the_end(data: Path, tmp_path: Path, m
         return finish(*given)
 
     calibrated: list[set[str]] = []
-    insert = pair.insert_qk_norm
+    insert = rooms.insert_qk_norm
 
     def inserting(*given: Any, images: Any, held_out: Any, **more: Any) -> Any:
         read.clear()
@@ -202,7 +203,7 @@ def test_no_test_image_is_looked_at_before_the_end(data: Path, tmp_path: Path, m
         return insert(*given, images=images, held_out=held_out, **more)
 
     monkeypatch.setattr(pair, "train_lockstep", lockstep)
-    monkeypatch.setattr(pair, "insert_qk_norm", inserting)
+    monkeypatch.setattr(rooms, "insert_qk_norm", inserting)
     run_pair(study, tmp_path / "run")
     assert calibrated[0] == set(splits.train.take(16, "calibration").ids) <= set(splits.train.ids)
     assert calibrated[1] == set(splits.validation.take(8, "held out").ids) <= set(splits.validation.ids)
@@ -218,7 +219,7 @@ def test_run_again_nothing_is_trained_and_no_file_changes(
 ) -> None:
     before = snapshot(run)
     monkeypatch.setattr(pair, "train_lockstep", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(pair, "insert_qk_norm", lambda *_, **__: pytest.fail("calibrated again"))
+    monkeypatch.setattr(rooms, "insert_qk_norm", lambda *_, **__: pytest.fail("calibrated again"))
     run_pair(recipe(data, **GRID), run, command=["retrofit", "pair", "again"])
     assert snapshot(run) == before  # run.json too, which tells how it was made
 
@@ -380,20 +381,6 @@ def test_what_a_cpu_cannot_do_is_said_at_once(data: Path, tmp_path: Path, monkey
         with pytest.raises(RetrofitError, match="FSDP needs GPUs"):
             run_pair(recipe(data), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-# A dry run
-
-
-def test_the_plan_is_described_without_a_model(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    study = recipe(data, **GRID)
-    text = describe_plan(study)
-    assert text.startswith(dump(study))
-    assert "images: train 40, validation 12, test 20" in text
-    assert "classes: 4" in text
-    assert "8 runs of 3 steps:" in text
-    assert [line.strip() for line in text.splitlines()[-8:]] == [key.folder for key in study.plan()]
 
 
 # Real checkpoints

@@ -17,8 +17,8 @@ memory.py    what a step of one arm needs of memory, and how many runs fit
 from retrofit.train.arm import ArmRun, attention_of
 from retrofit.train.loop import probed_at, steps_of, train_lockstep
 from retrofit.train.match import RATE, Seen, check_matched
-from retrofit.train.memory import runs_at_once
-from retrofit.train.processes import check_devices, check_shares, on_main
+from retrofit.train.memory import held_bytes, runs_at_once
+from retrofit.train.processes import check_devices, check_shares, join, on_main
 from retrofit.train.signals import Stop, stoppable
 from retrofit.train.track import check_trackers
 
@@ -32,6 +32,8 @@ __all__ = [
     "check_matched",
     "check_shares",
     "check_trackers",
+    "held_bytes",
+    "join",
     "on_main",
     "probed_at",
     "runs_at_once",

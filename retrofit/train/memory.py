@@ -85,7 +85,7 @@ class StepMemory:
     def measured(self, model: nn.Module, optimizer: Any, compiled: bool = False) -> Iterator[None]:
         """Around forward, backward and update of one step."""
         if self.device.type == "cuda":
-            held, before = _held(model, optimizer), torch.cuda.memory_allocated(self.device)
+            held, before = held_bytes(model, optimizer), torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             yield
             peak = held + torch.cuda.max_memory_allocated(self.device) - before
@@ -95,7 +95,7 @@ class StepMemory:
             with kept:
                 yield
             gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-            self.peak = _held(model, optimizer) + gradients + kept.peak
+            self.peak = held_bytes(model, optimizer) + gradients + kept.peak
         else:
             yield
 
@@ -136,7 +136,7 @@ class _Saved:
         self.kept.drop(*self.storage)
 
 
-def _held(model: nn.Module, optimizer: Any) -> int:
+def held_bytes(model: nn.Module, optimizer: Any) -> int:
     """Bytes of weights, buffers and optimizer state."""
     state = (v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor))
     tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *state)}
