@@ -2,12 +2,20 @@
 
 Shapes: B images, H heads, N tokens, D head_dim. Parameters are one-dimensional, so that every weight-decay rule that
 spares one-dimensional tensors spares them: weight and bias [D] (shared) or [H*D], shift [H*D], scale [1] or [H].
+
+A ramp leads from the identity to the norm: with alpha from 0 to 1, and m the mean over channels that a LayerNorm takes
+off, s what the norm multiplies with (1/rms, or 1/|x|) and t the learned scale over the attention's own,
+
+    y = (x - alpha shift - alpha m) * s^alpha * gain^alpha + alpha bias, times t^alpha
+
+At alpha 0 that is x, bit for bit, and at alpha 1 the norm, bit for bit; in between a head's logits, without a shift,
+are those of q.k to the power 1 - alpha and of the norm to the power alpha. Source: this project.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +35,21 @@ class HeadNorm(nn.Module):
 
     Args:
         spec: the formula.
-        role: "q" carries the learned scale, "k" the shift.
+        role: "q" carries the learned scale.
         heads, head_dim: of this projection; k has fewer heads under grouped queries.
         attention_scale: what the attention multiplies q.k with. A learned scale takes its place.
         scale_init: start of the learned scale, where the formula has one.
-        shifted: whether k has a shift, a vector a head that is taken off before the norm. Softmax over the keys is
-            blind to it without a rotation in between, so that it changes what the norm does and nothing else.
+        shifted: whether there is a shift, a vector a head that is taken off before the norm. Softmax is blind to one
+            of the keys without a rotation in between, so that it changes what the norm does and nothing else; one of
+            the queries is another query bias.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     shift: Tensor | None
     scale: Tensor | None
+    alpha: Tensor | None
+    """Where the ramp stands, a float32 scalar; None without one. A buffer, and so a part of the saved state."""
 
     def __init__(
         self,
@@ -63,31 +74,46 @@ class HeadNorm(nn.Module):
             return nn.Parameter(torch.full((size,), value, device=device, dtype=dtype))
 
         channels = heads * head_dim if spec.gain == "per_head" else head_dim
-        has_gain, has_shift = spec.gain != "none", role == "k" and shifted
+        has_gain = spec.gain != "none"
         has_scale = role == "q" and spec.scale != "fixed"
         self.weight = parameter(channels, 0.0 if spec.zero_centered else 1.0) if has_gain else None
         self.bias = parameter(channels, 0.0) if spec.bias else None
-        self.shift = parameter(heads * head_dim, 0.0) if has_shift else None
+        self.shift = parameter(heads * head_dim, 0.0) if shifted else None
         self.scale = None
         if has_scale:
             assert scale_init is not None, "a learned scale needs its start"
             stored = scale_init if spec.scale_max is None else math.log(scale_init)
             self.scale = parameter(heads if spec.scale == "learned_per_head" else 1, stored)
+        self.register_buffer("alpha", None)
+        self.ramping = False
 
     def forward(self, x: Tensor) -> Tensor:
+        alpha = self.alpha if self.ramping else None
         y = _wide(x)
         if self.layout == "(BH)ND":
             y = y.unflatten(0, (-1, self.heads))
         if self.shift is not None:
-            y = y - self._over_channels(self.shift)
-        y = self._normed(y)
+            y = y - _times(alpha, self._over_channels(self.shift))
+        y = self._normed(y, alpha)
         if self.weight is not None:
-            y = y * self._over_channels(self.gain)
+            y = y * _power(alpha, self._over_channels(self.gain))
         if self.bias is not None:
-            y = y + self._over_channels(self.bias)
+            y = y + _times(alpha, self._over_channels(self.bias))
         if self.scale is not None:
-            y = y * self._over_heads(self.learned_scale / self.attention_scale)
+            y = y * _power(alpha, self._over_heads(self.learned_scale / self.attention_scale))
         return y.to(x.dtype).view_as(x)
+
+    def set_ramp(self, alpha: float) -> None:
+        """Puts the ramp where it shall stand: from 0, the identity, to 1, the norm, where the plain path is taken."""
+        if self.alpha is None:
+            parameter = next(self.parameters(), None)
+            self.alpha = torch.zeros((), device=None if parameter is None else parameter.device)
+        self.alpha.fill_(alpha)
+        self.ramping = alpha < 1
+
+    def end_ramp(self) -> None:
+        """The plain norm, as if there had been no ramp."""
+        self.alpha, self.ramping = None, False
 
     @property
     def gain(self) -> Tensor:
@@ -113,17 +139,32 @@ class HeadNorm(nn.Module):
             return merged
         return x.transpose(1, 2) if self.layout == "BNHD" else x
 
+    def as_laid_out(self, x: Tensor) -> Tensor:
+        """The inverse of `by_head`."""
+        if self.layout == "(BH)ND":
+            return x.flatten(0, 1)
+        return x.transpose(1, 2) if self.layout == "BNHD" else x
+
     def extra_repr(self) -> str:
         return f"{self.role}, heads={self.heads}, head_dim={self.head_dim}, {self.spec.describe()}"
 
-    def _normed(self, y: Tensor) -> Tensor:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A ramp comes and goes with the state that is loaded."""
+        alpha = state_dict.get(f"{prefix}alpha")
+        if alpha is None:
+            self.end_ramp()
+        else:
+            self.set_ramp(float(alpha))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _normed(self, y: Tensor, alpha: Tensor | None = None) -> Tensor:
         axes = [i for i, letter in enumerate(self._axes) if letter == "D" or (letter == "H" and self._whole)]
         if self.spec.norm == "l2":
             length: Tensor = torch.linalg.vector_norm(y, dim=axes, keepdim=True)
-            return y / length.clamp_min(self.spec.eps)
+            return y / _power(alpha, length.clamp_min(self.spec.eps))
         if self.spec.norm == "layernorm":
-            y = y - y.mean(axes, keepdim=True)
-        return y * torch.rsqrt(y.square().mean(axes, keepdim=True) + self.spec.eps)
+            y = y - _times(alpha, y.mean(axes, keepdim=True))
+        return y * _power(alpha, torch.rsqrt(y.square().mean(axes, keepdim=True) + self.spec.eps))
 
     @property
     def _axes(self) -> str:
@@ -148,25 +189,63 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _times(alpha: Tensor | None, x: Tensor) -> Tensor:
+    return x if alpha is None else alpha * x
+
+
+def _power(alpha: Tensor | None, x: Tensor) -> Tensor:
+    """x^alpha with x's sign; at alpha 0 that is 1 also where a gain has become negative."""
+    if alpha is None:
+        return x
+    size = x.abs().clamp_min(1e-12).pow(alpha)
+    return torch.where(x < 0, 1 - alpha - alpha * size, size)
+
+
+def set_ramp(model: nn.Module, alpha: float) -> None:
+    """Puts the ramp of every norm of a model at alpha, 0 to 1 (`HeadNorm`); a model without norms stays as it is."""
+    for norm in model.modules():
+        if isinstance(norm, HeadNorm):
+            norm.set_ramp(alpha)
+
+
+def end_ramp(model: nn.Module) -> None:
+    """Makes every norm of a model the plain one, whose state holds no alpha."""
+    for norm in model.modules():
+        if isinstance(norm, HeadNorm):
+            norm.end_ramp()
+
+
+def ramp_of(model: nn.Module) -> float | None:
+    """Where the ramp of a model's norms stands; None where it is at its end, or where there is none."""
+    alphas = [float(n.alpha) for n in model.modules() if isinstance(n, HeadNorm) and n.ramping and n.alpha is not None]
+    return min(alphas, default=None)
+
+
 def logit_bound(q_norm: HeadNorm, k_norm: HeadNorm, rotated: bool) -> float | None:
-    """The largest |q.k * scale| that these norms allow, over heads; None where a bias leaves it open.
+    """The largest |q.k * scale| that these norms allow, over heads; None where a bias or a ramp leaves it open."""
+    bounds = logit_bounds(q_norm, k_norm, rotated)
+    return None if bounds is None else float(bounds.max())
+
+
+@torch.no_grad()
+def logit_bounds(q_norm: HeadNorm, k_norm: HeadNorm, rotated: bool) -> Tensor | None:
+    """The bound of each query head, in float64 on the CPU; one for all heads where they share gain and scale.
 
     For the head axis: s * d * max over channels |gain_q gain_k|, and s * d * max|gain_q| * max|gain_k| where a rotation
     mixes the channels in between; s the scale (1/sqrt(d) if the attention's own). For the unit L2 norm d * s is s.
     Over the whole projection the norms bound all heads together: times the number of heads. The shift does not enter.
     """
     spec = q_norm.spec
-    if spec.bias:
+    if spec.bias or q_norm.ramping:
         return None
-    with torch.no_grad():
-        gain_q = q_norm.gain.detach().double().abs().cpu().view(-1, q_norm.head_dim)
-        gain_k = k_norm.gain.detach().double().abs().cpu().view(-1, q_norm.head_dim)
-        if gain_q.shape[0] > gain_k.shape[0] > 1:  # grouped queries: several q heads share one k head
-            gain_k = gain_k.repeat_interleave(gain_q.shape[0] // gain_k.shape[0], 0)
-        together = gain_q.amax(-1) * gain_k.amax(-1) if rotated else (gain_q * gain_k).amax(-1)
-        learned = None if q_norm.scale is None else q_norm.learned_scale.detach().double().abs().cpu()
-        scale = learned if learned is not None else torch.tensor([q_norm.attention_scale], dtype=torch.float64)
-        squared_length = 1 if spec.norm == "l2" else q_norm.head_dim
-        if spec.axis == "projection" and spec.norm != "l2":
-            squared_length *= q_norm.heads
-        return float((together * scale).max() * squared_length)
+    gain_q = q_norm.gain.detach().double().abs().cpu().view(-1, q_norm.head_dim)
+    gain_k = k_norm.gain.detach().double().abs().cpu().view(-1, q_norm.head_dim)
+    if gain_q.shape[0] > gain_k.shape[0] > 1:  # grouped queries: several q heads share one k head
+        gain_k = gain_k.repeat_interleave(gain_q.shape[0] // gain_k.shape[0], 0)
+    together = gain_q.amax(-1) * gain_k.amax(-1) if rotated else (gain_q * gain_k).amax(-1)
+    learned = None if q_norm.scale is None else q_norm.learned_scale.detach().double().abs().cpu()
+    scale = learned if learned is not None else torch.tensor([q_norm.attention_scale], dtype=torch.float64)
+    squared_length = 1 if spec.norm == "l2" else q_norm.head_dim
+    if spec.axis == "projection" and spec.norm != "l2":
+        squared_length *= q_norm.heads
+    return together * scale * squared_length

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.calibrate import LayerCalibration, Moments, describe, match, shiftable
+from retrofit.calibrate import Excerpt, Init, LayerCalibration, Moments, calibrate, rotations, shiftable
 from retrofit.errors import ModelError, RetrofitError
 from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, left_out, own_random_state, sites_of
 from retrofit.norms import HeadNorm
@@ -18,9 +18,10 @@ from retrofit.qknorm import QKNorm
 from retrofit.shock import Shock, outputs, shock
 from retrofit.tap import tapped
 
-Init = Literal["ones", "match"]
 Images = Tensor | Iterable[Tensor]
 _BATCH = 64
+_KEPT = 512 << 20
+"""Bytes of q and k, over all sites, that calibration keeps."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def insert_qk_norm(
     model: nn.Module,
     spec: QKNorm,
     images: Images | None = None,
-    init: Init = "match",
+    init: Init = "fit",
     held_out: Images | None = None,
 ) -> Insertion:
     """Puts QK-Norm into every supported attention of `model`, in place.
@@ -54,8 +55,8 @@ def insert_qk_norm(
         model: any module of timm or transformers, or one that contains such attention.
         spec: the formula, such as QKNorm.preset("qwen3", gain="per_head").
         images: preprocessed images to calibrate on, [B, 3, H, W] or an iterable of such; a few dozen do. No labels.
-        init: "match" keeps the attention that the model had as far as the formula can (calibrate.py); "ones" is the
-            formula's own start, and needs no images.
+        init: "fit" keeps the attention that the model had as far as the formula can, fitted layer by layer; "match"
+            does so in closed form (calibrate/); "ones" is the formula's own start, and needs no images.
         held_out: other images, on which insertion shock is measured.
 
     Global random state, gradients, modes, hooks and every weight of the model stay as they are; its state dict gains
@@ -63,7 +64,7 @@ def insert_qk_norm(
 
     Raises:
         RetrofitError: before any change, where the model has no supported attention, has QK-Norm already, or where
-            `match` has no images.
+            `match` or `fit` has no images.
     """
     if not isinstance(spec, QKNorm):
         raise RetrofitError(f'spec must be a QKNorm, such as QKNorm.preset("qwen3"), not {spec!r}')
@@ -79,7 +80,7 @@ def insert_qk_norm(
     test = list(_batches(held_out, model)) if held_out is not None else []
     count = sum(len(b) for b in test)
     before = outputs(model, test) if test else None
-    moments = _measure(model, sites, spec, images) if images is not None else []
+    measured = _Measured.on(model, sites, spec, images) if images is not None else None
 
     shocks: dict[str, Shock] = {}
     layers: list[LayerCalibration] = []
@@ -88,13 +89,10 @@ def insert_qk_norm(
             site.place(q_norm, k_norm)
         if before is not None:
             shocks["ones"] = shock(before, outputs(model, test), count)
-        if init == "match":
-            for (q_norm, k_norm), moment in zip(norms, moments, strict=True):
-                match(q_norm, k_norm, moment)
-            if before is not None:
-                shocks[init] = shock(before, outputs(model, test), count)
-        if moments:
-            layers = [describe(q, k, m) for (q, k), m in zip(norms, moments, strict=True)]
+        if measured is not None:
+            layers = measured.calibrate(model, init)
+        if before is not None and init != "ones":
+            shocks[init] = shock(before, outputs(model, test), count)
     except BaseException:
         for site in sites:
             if site.norms is not None:
@@ -206,12 +204,13 @@ def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None 
         "layout": site.layout(spec),
         "attention_scale": site.scale,
         "scale_init": scale_init,
+        "shifted": shiftable(site, spec),
         "device": weight.device,
         "dtype": dtype,
     }
     with torch.inference_mode(False):  # parameters made in inference mode could never be trained
         q_norm = HeadNorm(spec, "q", site.heads, site.head_dim, **common)
-        k_norm = HeadNorm(spec, "k", site.kv_heads, site.head_dim, shifted=shiftable(site, spec), **common)
+        k_norm = HeadNorm(spec, "k", site.kv_heads, site.head_dim, **common)
     return q_norm.train(site.module.training), k_norm.train(site.module.training)
 
 
@@ -224,17 +223,56 @@ def _published_scale(model: nn.Module) -> float:
     return math.log2(tokens**2 - tokens)
 
 
-def _measure(model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> list[Moments]:
-    moments = {site.name: Moments.of(site, spec) for site in sites}
+@dataclass
+class _Measured:
+    """What calibration needs of the original: a mapping each by site, and one of the images."""
+
+    moments: dict[str, Moments]
+    excerpts: dict[str, Excerpt]
+    sites: list[Site]
+    image: Tensor
+
+    @classmethod
+    def on(cls, model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> _Measured:
+        family = _family(model)
+        prefix = family.prefix_tokens(model) if family else 0
+        moments = {site.name: Moments.of(site, spec) for site in sites}
+        excerpts = {site.name: Excerpt(site, prefix, _KEPT // len(sites)) for site in sites}
+        image = None
+        tap = tapped(sites, lambda r: moments[r.site.name].read(r), lambda r: excerpts[r.site.name].read(r))
+        with evaluating(model), own_random_state(0), tap:
+            for batch in _batches(images, model):
+                image = batch[:1] if image is None else image
+                _run(model, batch)
+        idle = [name for name, m in moments.items() if not m.count]
+        if idle:
+            raise ModelError(f"{idle[0]} did not run on the calibration images, so that it cannot be calibrated")
+        assert image is not None
+        return cls(moments, excerpts, sites, image)
+
+    def calibrate(self, model: nn.Module, init: Init) -> list[LayerCalibration]:
+        """Layer by layer; what a layer no longer needs is let go."""
+        turned = [
+            s for s in self.sites if s.rotated and s.norms is not None and s.norms[0].spec.position == "before_rope"
+        ]
+        with evaluating(model), own_random_state(0):
+            found = rotations(turned, lambda count: _run(model, self.image.expand(count, -1, -1, -1)))
+        layers = []
+        for site in self.sites:
+            excerpt = self.excerpts.pop(site.name)
+            if site.name in found:
+                excerpt.derotate(found.pop(site.name))
+            assert site.norms is not None
+            layers.append(calibrate(*site.norms, self.moments[site.name], excerpt, init))
+        return layers
+
+
+def _run(model: nn.Module, batch: Tensor) -> None:
     family = _family(model)
-    tap = tapped(sites, lambda reading: moments[reading.site.name].read(reading))
-    with evaluating(model), own_random_state(0), tap:
-        for batch in _batches(images, model):
-            family.forward(model, batch) if family else model(batch)
-    idle = [name for name, m in moments.items() if not m.count]
-    if idle:
-        raise ModelError(f"{idle[0]} did not run on the calibration images, so that it cannot be calibrated")
-    return list(moments.values())
+    if family is None:
+        model(batch)
+    else:
+        family.forward(model, batch)
 
 
 def _family(model: nn.Module) -> Family | None:

@@ -42,6 +42,8 @@ class AttentionClass:
     """Where the norm goes in a class without slots, before any rotation. None: the class has slots."""
     after_rope: Edit | None = None
     """Where it goes after the rotation. None: that cannot be had."""
+    bias_from_q: bool = False
+    """Whether a relative position bias is computed from q after the norm."""
     pool: bool = False
     """An attention pool: left alone unless the formula says pools=True."""
 

@@ -22,10 +22,11 @@ ATTENTION = (
     ),
     AttentionClass("timm.models.eva.EvaAttention", rope="rope", after_rope=_after_rope("if self.fused_attn:")),
     AttentionClass("timm.models.vision_transformer_relpos.RelPosAttention"),
-    AttentionClass(  # its relative position bias is computed from the normed q
+    AttentionClass(
         "timm.models.vision_transformer_sam.Attention",
         layout="(BH)ND",
         rope="rope",
+        bias_from_q=True,
         after_rope=_after_rope("if self.fused_attn:"),
     ),
     AttentionClass("timm.models.vision_transformer.ParallelScalingBlock", layout="BNHD"),

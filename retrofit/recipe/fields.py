@@ -16,7 +16,7 @@ from retrofit.runfiles import AA, BASELINE, RunKey
 Precision = Literal["fp32", "bf16", "fp16"]
 Freeze = Literal["none", "head_only", "attention_only", "norms_only"]
 Tracker = Literal["tensorboard", "trackio", "wandb"]
-Init = Literal["ones", "match"]
+Init = Literal["ones", "match", "fit"]
 
 _FORBID = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -135,8 +135,11 @@ class Arm:
     __pydantic_config__ = _FORBID
 
     qk_norm: Annotated[QKNorm, BeforeValidator(_as_qk_norm)] | None = None
-    init: Init = "match"
-    """`match`: key shift and gains that hold the model's attention; `ones`: the paper's own start."""
+    init: Init = "fit"
+    """`fit`: shift and gains fitted to the attention that the model had; `match`: the same in closed form; `ones`: the
+    paper's own start."""
+    ramp: Share = 0.0
+    """Share of the steps over which the norm comes in, from the model as it was (norms.py). 0: at once."""
     train: dict[str, Any] = field(default_factory=dict)
     """Keys of `train` that this arm has otherwise. Each must stand in the recipe's `unmatched`."""
 

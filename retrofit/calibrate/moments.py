@@ -1,4 +1,4 @@
-"""How the norm goes in without shock: key shift and gains from what the probes read of the original attention.
+"""`match`, calibration in closed form: key shift and gains from moments of the original's q and k.
 
 With q, k the original's vectors of one head (of the whole projection where the norm's axis is that), over all tokens
 of the calibration images:
@@ -8,6 +8,8 @@ of the calibration images:
             x = k - E k, G = E x x^T and y = |x|^2 - E|x|^2 it solves 2 (G + lambda mean(diag G) I) (c - E k) = E x y.
             lambda, here 0.1, trades a truer attention for longer keys.
     gain    gain_q = rms(q) and gain_k = rms(k - c): the norm takes lengths away, the gain puts their mean back.
+    length  where one gain must serve several heads, it is the largest that a head needs; the others' keys are made
+            longer, by more shift along the direction in which they vary least, until it fits them too.
 
 LayerNorm takes the mean over channels off first, so its figures are those of the centred vectors. Statistics are
 streamed in float64; memory does not grow with the number of images. Source: this project.
@@ -21,13 +23,15 @@ import torch
 from torch import Tensor
 
 from retrofit.models import Site
-from retrofit.norms import HeadNorm, logit_bound
-from retrofit.probes import AttentionStats, gains_per_head
+from retrofit.norms import HeadNorm
+from retrofit.probes import AttentionStats
 from retrofit.qknorm import QKNorm
 from retrofit.tap import Reading
 
 SHIFT_RIDGE = 0.1
 """lambda above."""
+_LONGEST = 8.0
+"""How many times longer a shift may make keys: what tells them apart must survive rounding to bfloat16."""
 
 
 def _zero() -> Tensor:
@@ -113,6 +117,19 @@ class Moments:
         best: Tensor = mean + torch.linalg.solve(system, skew)
         return best
 
+    def lengthened(self, shift: Tensor, length: Tensor) -> Tensor:
+        """`shift` moved on until the rms of k - shift is `length` [G], as the head of this file says."""
+        spread = self.k_second - self.k_mean.unsqueeze(-1) * self.k_mean.unsqueeze(-2)
+        if self.spec.norm == "layernorm":  # to which the direction of equal channels means nothing
+            spread = spread + spread.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+        along: Tensor = torch.linalg.eigh(spread).eigenvectors[..., 0]
+        offset = ((shift - self.k_mean) * along).sum(-1)
+        along = torch.where(offset < 0, -1.0, 1.0).unsqueeze(-1) * along
+        own = self.k_rms(shift)
+        missing = (length.clamp_max(_LONGEST * own).square() - own.square()).clamp_min(0) * shift.shape[-1]
+        distance = (offset.square() + missing).sqrt() - offset.abs()
+        return shift + distance.unsqueeze(-1) * along
+
     def _k_square(self, shift: Tensor) -> Tensor:
         square: Tensor = self.k_second.diagonal(dim1=-2, dim2=-1).sum(-1)
         return square - 2 * (self.k_mean * shift).sum(-1) + shift.square().sum(-1)
@@ -127,19 +144,23 @@ def shiftable(site: Site, spec: QKNorm) -> bool:
 def match(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> None:
     """Sets shift, gains and scale to what the moments ask for, as far as the formula can hold it.
 
-    A formula with a gain per head holds each head's temperature; one shared by the heads holds their mean. A learned
-    scale takes the place of the attention's own scale and of the mean gain.
+    A formula with a gain or a scale per head holds each head's temperature. One that the heads share holds them
+    through the keys' lengths where there is a shift, and else their mean. A learned scale takes the place of the
+    attention's own scale and of the mean gain.
     """
     spec = moments.spec
     shift = moments.best_shift()
+    unit = shift.shape[-1] ** 0.5 if spec.norm == "l2" else 1.0  # others bring to rms 1 what it brings to length 1
+    shared = not holds_temperatures(spec) and k_norm.shift is not None
+    if shared:
+        q = moments.q_rms.view(len(shift), -1).square().mean(-1).sqrt()  # over the queries that share a key head
+        product = min(float((q * moments.k_rms(shift)).max()), _largest_product(q_norm) / unit**2)
+        shift = moments.lengthened(shift, product / q.clamp_min(1e-30))
     if k_norm.shift is not None:
         k_norm.shift.copy_(shift.flatten())
-    q, k = moments.q_rms.expand(q_norm.heads), moments.k_rms(shift).expand(k_norm.heads)
-    if spec.norm == "l2":  # brings a vector to length 1, where the others bring it to the root of its channels
-        q, k = (
-            x * (n.head_dim * (n.heads if spec.axis == "projection" else 1)) ** 0.5
-            for x, n in ((q, q_norm), (k, k_norm))
-        )
+    q, k = unit * moments.q_rms.expand(q_norm.heads), unit * moments.k_rms(shift).expand(k_norm.heads)
+    if shared and spec.gain == "shared":
+        k = (unit**2 * product / q.square().mean().sqrt()).expand(k_norm.heads)
     if q_norm.scale is not None:
         temperature = q * k.repeat_interleave(q_norm.heads // k_norm.heads) * q_norm.attention_scale
         scale = temperature if q_norm.scale.numel() > 1 else temperature.mean(0, keepdim=True)
@@ -153,40 +174,16 @@ def match(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> None:
             norm.weight.copy_(held.repeat_interleave(norm.head_dim) - (1.0 if spec.zero_centered else 0.0))
 
 
-@dataclass(frozen=True)
-class LayerCalibration:
-    """What calibration did at one site, as insertion.json holds it. Gains are a value a head."""
-
-    site: str
-    gain_q: list[float]
-    gain_k: list[float]
-    shift_share: float
-    """Share of key energy that the shift takes off; negative where the shifted keys are longer."""
-    key_norm_cv_before: float
-    """Coefficient of variation of |k| over tokens: what the norm erases, and so the predictor of shock."""
-    key_norm_cv_after: float
-    logit_absmax_before: float
-    """Largest |logit| of the original on the calibration images."""
-    logit_bound: float | None
-    """Largest |logit| that the norms now allow."""
+def holds_temperatures(spec: QKNorm) -> bool:
+    """Whether each head can have its own: by a gain or scale of its own, or since one norm spans the heads."""
+    return spec.axis == "projection" or spec.gain == "per_head" or spec.scale == "learned_per_head"
 
 
-@torch.no_grad()
-def describe(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> LayerCalibration:
-    """What the norms now are, beside what the original did."""
-    zero = torch.zeros_like(moments.k_mean)
-    shift = zero if k_norm.shift is None else k_norm.shift.double().view_as(zero)
-    before, after = moments.k_rms(zero).square().sum(), moments.k_rms(shift).square().sum()
-    absmax = moments.stats.logit_absmax
-    assert absmax is not None
-
-    return LayerCalibration(
-        site=moments.site.name,
-        gain_q=gains_per_head(q_norm),
-        gain_k=gains_per_head(k_norm),
-        shift_share=float(1 - after / before.clamp_min(1e-30)),
-        key_norm_cv_before=float(moments.k_cv(zero).mean()),
-        key_norm_cv_after=float(moments.k_cv(shift).mean()),
-        logit_absmax_before=float(absmax.max()),
-        logit_bound=logit_bound(q_norm, k_norm, rotated=moments.site.rotated),
-    )
+def _largest_product(q_norm: HeadNorm) -> float:
+    """Of the lengths of normed q and k: what a formula without a gain sets, or a clamp allows."""
+    spec = q_norm.spec
+    if spec.gain != "none":
+        return float("inf")
+    if spec.scale == "fixed":
+        return 1.0
+    return float("inf") if spec.scale_max is None else spec.scale_max / q_norm.attention_scale

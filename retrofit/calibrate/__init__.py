@@ -1,0 +1,21 @@
+"""How the norm goes in without shock: `match` in closed form (moments.py), and `fit` on top of it (fit.py)."""
+
+from __future__ import annotations
+
+from retrofit.calibrate.describe import Init, LayerCalibration, calibrate
+from retrofit.calibrate.excerpt import Excerpt
+from retrofit.calibrate.fit import LOGIT_LIMIT
+from retrofit.calibrate.moments import SHIFT_RIDGE, Moments, shiftable
+from retrofit.calibrate.rotation import rotations
+
+__all__ = [
+    "LOGIT_LIMIT",
+    "SHIFT_RIDGE",
+    "Excerpt",
+    "Init",
+    "LayerCalibration",
+    "Moments",
+    "calibrate",
+    "rotations",
+    "shiftable",
+]

@@ -1,0 +1,136 @@
+"""What calibration did to each layer, in numbers, and what of it deserves a warning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from retrofit.calibrate.excerpt import Excerpt, Maps
+from retrofit.calibrate.fit import divergence, fit
+from retrofit.calibrate.moments import Moments, holds_temperatures, match
+from retrofit.norms import HeadNorm, logit_bound
+from retrofit.probes import gains_per_head
+from retrofit.qknorm import QKNorm
+
+LARGE = 0.05
+"""KL in nats from which a layer's attention counts as changed. Fitted layers of DINOv2-small lie near 0.005, those of
+a norm that starts at ones near 0.5."""
+Init = Literal["ones", "match", "fit"]
+_QUERIES = 4096
+"""A head and block, in which KL is computed."""
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What calibration did at one site, as insertion.json holds it. Gains are a value a head.
+
+    KL is that of the original's attention from the normed one, on the original's own q and k of the calibration
+    images: mean over heads, in nats, with the weights of fit.py.
+    """
+
+    site: str
+    gain_q: list[float]
+    gain_k: list[float]
+    kl_ones: float
+    """Of the formula's own start."""
+    kl_match: float
+    """Of `match`, whether or not that is where the norms now are."""
+    kl_match_per_head: float | None
+    """Of `match` with a gain per head, where the formula has one temperature for several heads; else None."""
+    kl: float
+    """Of the norms as they went in."""
+    shifted: bool
+    """Whether there is a shift: not where a rotation follows the norm."""
+    shift_share: float
+    """Share of key energy that the shift takes off; negative where the shifted keys are longer."""
+    key_norm_cv_before: float
+    """Coefficient of variation of |k| over tokens: what the norm erases, and so the predictor of shock."""
+    key_norm_cv_after: float
+    query_norm_cv_before: float
+    query_norm_cv_after: float
+    logit_absmax_before: float
+    """Largest |logit| of the original on the calibration images."""
+    logit_bound: float | None
+    """Largest |logit| that the norms now allow."""
+
+
+def calibrate(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Excerpt, init: Init) -> LayerCalibration:
+    """Takes the norms of one site from the formula's own start to what `init` asks for, and says what that did."""
+    maps = excerpt.batches(_QUERIES)
+
+    def kl(q: HeadNorm, k: HeadNorm) -> float:
+        return float(divergence(maps, q, k).mean())
+
+    kl_ones = kl(q_norm, k_norm)
+    q, k = (copy.deepcopy(norm) if init == "ones" else norm for norm in (q_norm, k_norm))
+    match(q, k, moments)
+    kl_match = kl(q, k)
+    kl_per_head = None
+    if not holds_temperatures(moments.spec):
+        spec = replace(moments.spec, gain="per_head")
+        q, k = (_like(norm, spec) for norm in (q_norm, k_norm))
+        match(q, k, replace(moments, spec=spec))
+        kl_per_head = kl(q, k)
+    if init == "fit":
+        fit(q_norm, k_norm, moments, excerpt)
+
+    with torch.no_grad():
+        zero = torch.zeros_like(moments.k_mean)
+        shift = zero if k_norm.shift is None else k_norm.shift.double().view_as(zero)
+        before, after = moments.k_rms(zero).square().sum(), moments.k_rms(shift).square().sum()
+        absmax = moments.stats.logit_absmax
+        assert absmax is not None
+        return LayerCalibration(
+            site=moments.site.name,
+            gain_q=gains_per_head(q_norm),
+            gain_k=gains_per_head(k_norm),
+            kl_ones=kl_ones,
+            kl_match=kl_match,
+            kl_match_per_head=kl_per_head,
+            kl=kl(q_norm, k_norm),
+            shifted=k_norm.shift is not None,
+            shift_share=float(1 - after / before.clamp_min(1e-30)),
+            key_norm_cv_before=float(moments.k_cv(zero).mean()),
+            key_norm_cv_after=float(moments.k_cv(shift).mean()),
+            query_norm_cv_before=_query_cv(maps, q_norm, shifted=False),
+            query_norm_cv_after=_query_cv(maps, q_norm, shifted=True),
+            logit_absmax_before=float(absmax.max()),
+            logit_bound=logit_bound(q_norm, k_norm, rotated=moments.site.rotated),
+        )
+
+
+def _query_cv(maps: Sequence[Maps], q_norm: HeadNorm, *, shifted: bool) -> float:
+    """Coefficient of variation of |q| or |q - shift| over the kept queries, mean over heads."""
+    spec = q_norm.spec
+    axes = (1, 3) if spec.axis == "projection" else (3,)
+    lengths = []
+    for m in maps:
+        x = m.q
+        if shifted and q_norm.shift is not None:
+            x = x - q_norm.shift.view(1, q_norm.heads, 1, -1)
+        if spec.norm == "layernorm":
+            x = x - x.mean(axes, keepdim=True)
+        lengths.append(x.square().sum(axes, keepdim=True).sqrt().squeeze(-1).transpose(0, 1).flatten(1))
+    together = torch.cat(lengths, 1)
+    return float((together.std(1, correction=0) / together.mean(1).clamp_min(1e-30)).mean())
+
+
+def _like(norm: HeadNorm, spec: QKNorm) -> HeadNorm:
+    """A norm of another formula in the same place."""
+    like = next(norm.parameters(), None)
+    return HeadNorm(
+        spec,
+        norm.role,
+        norm.heads,
+        norm.head_dim,
+        layout=norm.layout,
+        attention_scale=norm.attention_scale,
+        scale_init=1.0,
+        shifted=norm.shift is not None,
+        device=None if like is None else like.device,
+        dtype=None if like is None else like.dtype,
+    )
