@@ -69,7 +69,7 @@ def parser(**handlers: Handler) -> argparse.ArgumentParser:
     )
     sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     sub.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default qwen3)")
-    sub.add_argument("--init", choices=["match", "ones"], help="start of the norm (default match)")
+    sub.add_argument("--init", choices=["fit", "match", "ones"], help="start of the norm (default fit)")
     sub.add_argument("--data", metavar="SRC", help=f"images to calibrate on: {_SRC} (default nano)")
     sub.add_argument("--images", metavar="N", type=count, help="how many (default 128)")
     sub.add_argument("--image-size", metavar="PIXELS", type=count, help="side of the input (default: the model's)")
@@ -108,6 +108,11 @@ def parser(**handlers: Handler) -> argparse.ArgumentParser:
     sub.add_argument("--arm", metavar="NAME", help="default: the first that is not the baseline")
     sub.add_argument("--seed", metavar="N", type=int, help="default: the first that finished")
     sub.add_argument("--lr", metavar="LR", type=float, help="default: the arm's best by validation loss")
+    sub.add_argument(
+        "--finish-ramp",
+        action="store_true",
+        help="export norms that are still coming in as whole ones, which changes what the model computes",
+    )
     force(sub)
 
     sub = command("verify", "prove that an export computes what it should; exit 3 if not")

@@ -138,7 +138,7 @@ def _apply(args: argparse.Namespace) -> int:
     from retrofit.models import family_of
     from retrofit.runfiles import check_free
     from retrofit.surgery import insert_qk_norm
-    from retrofit.tables import shock_lines
+    from retrofit.tables import print_calibration, shock_lines
 
     check_free(args.output, MANIFEST, args.force)
     base, data = recipe.model, recipe.data
@@ -165,7 +165,8 @@ def _apply(args: argparse.Namespace) -> int:
     sample = next(eval_batches(images, preprocess, 4)).pixels
     findings = export_model(model, args.output, about=about, images=sample, force=args.force)
     print(f"{len(insertion.sites)} attention layers now have {arm.qk_norm.describe()}")
-    print("\n".join([*shock_lines(insertion.shock), *findings, f"written to {args.output}"]))
+    print_calibration(insertion.layers)
+    print("\n".join([*shock_lines(insertion.shock), *insertion.remarks, *findings, f"written to {args.output}"]))
     return OK
 
 
@@ -234,7 +235,15 @@ def _report(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from retrofit.export import export_run
 
-    findings = export_run(args.run_dir, args.output, arm=args.arm, seed=args.seed, lr=args.lr, force=args.force)
+    findings = export_run(
+        args.run_dir,
+        args.output,
+        arm=args.arm,
+        seed=args.seed,
+        lr=args.lr,
+        finish_ramp=args.finish_ramp,
+        force=args.force,
+    )
     print("\n".join([*findings, f"exported to {args.output}"]))
     return OK
 

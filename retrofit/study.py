@@ -80,6 +80,7 @@ def inserted(study: Study, name: str) -> Insertion:
         "calibration_images": len(calibration),
         "held_out_images": len(held_out),
         "layers": insertion.layers,
+        "remarks": insertion.remarks,
         "shock": {init: shock.document() for init, shock in insertion.shock.items()},
     }
     write_json(study.run_dir / name / runfiles.INSERTION, record)

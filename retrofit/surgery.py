@@ -10,7 +10,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from retrofit.calibrate import Excerpt, Init, LayerCalibration, Moments, calibrate, rotations, shiftable
+from retrofit.calibrate import (
+    Excerpt,
+    Init,
+    LayerCalibration,
+    Moments,
+    calibrate,
+    remarks,
+    rotations,
+    shiftable,
+)
 from retrofit.errors import ModelError, RetrofitError
 from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, left_out, own_random_state, sites_of
 from retrofit.norms import HeadNorm
@@ -38,10 +47,13 @@ class Insertion:
     """What calibration did at each site; empty with init="ones" and no images."""
     shock: dict[str, Shock] = field(default_factory=dict)
     """Shock on `held_out`, for `ones` and for the chosen init; empty without held-out images."""
+    remarks: list[str] = field(default_factory=list)
+    """What calibration could not hold, and which layers the remaining shock comes from."""
     norms: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     """The norms' parameters as they went in, a mapping a site, for `insert_same`."""
 
 
+@torch.inference_mode(False)  # what it makes and measures is trained, by the fit and by the user
 def insert_qk_norm(
     model: nn.Module,
     spec: QKNorm,
@@ -98,7 +110,10 @@ def insert_qk_norm(
             if site.norms is not None:
                 site.restore()
         raise
-    return Insertion(spec, init, [s.name for s in sites], skipped, layers, shocks, [_state(q, k) for q, k in norms])
+    cosines = [c for c in (shocks[init].cosine_class, shocks[init].cosine_patch) if c is not None] if shocks else []
+    said = remarks(spec, init, layers, min(cosines, default=None))
+    states = [_state(q, k) for q, k in norms]
+    return Insertion(spec, init, [s.name for s in sites], skipped, layers, shocks, said, states)
 
 
 def insert_same(model: nn.Module, insertion: Insertion) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from retrofit.calibrate import LayerCalibration
     from retrofit.registry import Entry
     from retrofit.shock import Shock
 
@@ -99,6 +101,30 @@ def reading(document: Mapping[str, Any]) -> list[str]:
         ]
         lines += [f"Left out: {norm['left_out']}."] if norm["left_out"] else []
     return lines
+
+
+def print_calibration(layers: Sequence[LayerCalibration]) -> None:
+    """What calibration did, layers down: KL of attention in nats, gains, shift, lengths, logits."""
+    if not layers:
+        return
+    table = Table(title="KL of the original's attention from the normed one, and what holds it", title_justify="left")
+    headings = ("layer", "KL ones", "KL now", "gain q", "gain k", "shift", "CV q", "CV k", "logit", "bound")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
+    for x in layers:
+        table.add_row(
+            x.site,
+            f"{x.kl_ones:.3f}",
+            f"{x.kl:.4f}",
+            f"{statistics.mean(x.gain_q):.3g}",
+            f"{statistics.mean(x.gain_k):.3g}",
+            f"{x.shift_share:.0%}" if x.shifted else "none",
+            f"{x.query_norm_cv_before:.2f}, {x.query_norm_cv_after:.2f}",
+            f"{x.key_norm_cv_before:.2f}, {x.key_norm_cv_after:.2f}",
+            f"{x.logit_absmax_before:.3g}",
+            "none" if x.logit_bound is None else f"{x.logit_bound:.3g}",
+        )
+    Console(file=sys.stdout, width=100).print(table)
 
 
 def shock_lines(shocks: Mapping[str, Shock]) -> Iterable[str]:

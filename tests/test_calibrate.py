@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from conftest import MAKERS, SHARED, outputs_of, sharpen, tiny_hf, tiny_relpos, tiny_timm
 from torch import nn
 
-from retrofit.calibrate import SHIFT_RIDGE, Moments, match
+from retrofit.calibrate import SHIFT_RIDGE, Moments
+from retrofit.calibrate.moments import match
 from retrofit.models import sites_of
 from retrofit.norms import HeadNorm
 from retrofit.probes import probe
@@ -71,7 +72,7 @@ def test_shift_and_gains_are_what_they_are_said_to_be(spec: QKNorm, kind: str, i
     model = sharpen(MAKERS[kind]()).double()
     images = images.double()
     raw = vectors(model, images)
-    insertion = insert_qk_norm(model, spec, images)
+    insertion = insert_qk_norm(model, spec, images, "match")
     for (q, k), site, layer in zip(raw, sites_of(model)[0], insertion.layers, strict=True):
         q_norm, k_norm = site.norms
         q, k = grouped(q, spec), grouped(k, spec)
@@ -112,12 +113,12 @@ def test_the_shift_alone_changes_nothing(kind: str, axis: str, images) -> None:
     model = sharpen(MAKERS[kind]()).double()
     images = images.double()
     before = outputs_of(model, images)
-    insert_qk_norm(model, QKNorm(axis=axis), images)
+    insert_qk_norm(model, QKNorm(axis=axis), images, "match")
     moved = 0.0
     for site in sites_of(model)[0]:
         q_norm, k_norm = site.norms
         moved = max(moved, float(k_norm.shift.detach().abs().max()))
-        q_norm._normed = k_norm._normed = lambda y: y
+        q_norm._normed = k_norm._normed = lambda y, alpha: y
         with torch.no_grad():
             q_norm.weight.fill_(1)
             k_norm.weight.fill_(1)
@@ -128,8 +129,8 @@ def test_the_shift_alone_changes_nothing(kind: str, axis: str, images) -> None:
 @pytest.mark.parametrize("split", [[1, 5], [2, 2, 2], [6]])
 def test_moments_are_streamed(split: list[int], images) -> None:
     one, other = sharpen(tiny_timm()), sharpen(tiny_timm())
-    whole = insert_qk_norm(one, PER_HEAD, images)
-    parts = insert_qk_norm(other, PER_HEAD, (part for part in images.split(split)))
+    whole = insert_qk_norm(one, PER_HEAD, images, "match")
+    parts = insert_qk_norm(other, PER_HEAD, (part for part in images.split(split)), "match")
     for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
     for a, b in zip(whole.layers, parts.layers, strict=True):
@@ -155,7 +156,7 @@ def test_calibration_is_deterministic(images) -> None:
     models = [sharpen(tiny_hf()) for _ in range(2)]
     for seed, model in enumerate(models):
         torch.manual_seed(seed)
-        insert_qk_norm(model, PER_HEAD, images)
+        insert_qk_norm(model, PER_HEAD, images, "match")
     for a, b in zip(*(m.state_dict().values() for m in models), strict=True):
         assert torch.equal(a, b)
 
@@ -217,13 +218,13 @@ def test_match_reproduces_what_the_formula_can_hold(spec: QKNorm) -> None:
     assert float((found - wanted).abs().max()) < 2e-3 * float(wanted.abs().max())
 
 
-def test_shared_gains_hold_the_mean_temperature() -> None:
+def test_shared_gains_hold_the_mean_temperature_where_there_is_no_shift() -> None:
     spec = QKNorm()
     made = Spheres(spec)
-    site = sites_of(tiny_timm())[0][0]
+    site = sites_of(MAKERS["rope"]())[0][0]
     moments = Moments.of(site, spec)
     moments.read(Reading(site, made.q, made.k, site.scale))
-    q_norm, k_norm = HeadNorm(spec, "q", 4, 8), HeadNorm(spec, "k", 4, 8, shifted=True)
+    q_norm, k_norm = HeadNorm(spec, "q", 4, 8), HeadNorm(spec, "k", 4, 8)
     match(q_norm, k_norm, moments)
     assert q_norm.weight.tolist() == pytest.approx(
         [float(np.sqrt(np.mean(np.square([3, 5, 8, 13])) / 8))] * 8, rel=1e-4
@@ -260,7 +261,7 @@ def test_every_preset_starts_nearer_with_match_than_with_ones(name: str) -> None
     from retrofit.checkpoint import load_model
 
     images = nano_images(64)
-    insertion = insert_qk_norm(load_model("nano"), QKNorm.preset(name), images[:48], held_out=images[48:])
+    insertion = insert_qk_norm(load_model("nano"), QKNorm.preset(name), images[:48], "match", held_out=images[48:])
     ones, matched = insertion.shock["ones"], insertion.shock["match"]
     assert matched.cosine_patch > ones.cosine_patch
     assert matched.kl < ones.kl or QKNorm.preset(name).gain == "none"
@@ -270,15 +271,15 @@ def test_every_preset_starts_nearer_with_match_than_with_ones(name: str) -> None
 
 def test_zero_centred_is_the_same_function(images) -> None:
     one, other = sharpen(tiny_timm()), sharpen(tiny_timm())
-    insert_qk_norm(one, PER_HEAD, images)
-    insert_qk_norm(other, QKNorm(gain="per_head", zero_centered=True), images)
+    insert_qk_norm(one, PER_HEAD, images, "match")
+    insert_qk_norm(other, QKNorm(gain="per_head", zero_centered=True), images, "match")
     assert not torch.equal(one.blocks[0].attn.q_norm.weight, other.blocks[0].attn.q_norm.weight)
     torch.testing.assert_close(outputs_of(other, images), outputs_of(one, images), rtol=1e-5, atol=1e-5)
 
 
 def test_no_shift_under_rope(images) -> None:
     model = sharpen(MAKERS["rope"](), 10)
-    insertion = insert_qk_norm(model, PER_HEAD, images)
+    insertion = insert_qk_norm(model, PER_HEAD, images, "match")
     assert all(site.norms[1].shift is None for site in sites_of(model)[0])
     assert [layer.shift_share for layer in insertion.layers] == [0.0] * 3
     assert not any(key.endswith("shift") for key in model.state_dict())
@@ -289,7 +290,7 @@ def test_no_shift_under_rope(images) -> None:
 def test_gains_under_rope_are_the_rms_of_all_keys(images) -> None:
     model = sharpen(MAKERS["rope"](), 10).double()
     raw = vectors(model, images.double())
-    insert_qk_norm(model, PER_HEAD, images.double())
+    insert_qk_norm(model, PER_HEAD, images.double(), "match")
     for (q, k), site in zip(raw, sites_of(model)[0], strict=True):
         for norm, x in zip(site.norms, (q, k), strict=True):
             np.testing.assert_allclose(norm.gain.detach().numpy()[::8], np.sqrt((x**2).mean((1, 2))), rtol=1e-6)
@@ -306,7 +307,7 @@ def test_constant_keys_and_dead_heads_stay_finite(images) -> None:
             qkv.bias[part + 8 : part + 16] = 0
     before = outputs_of(model, images)
     for name in PRESETS:
-        insertion = insert_qk_norm(model, QKNorm.preset(name), images)
+        insertion = insert_qk_norm(model, QKNorm.preset(name), images, "match")
         assert outputs_of(model, images).isfinite().all(), name
         assert all(p.isfinite().all() for p in model.parameters()), name
         assert all(
@@ -318,7 +319,7 @@ def test_constant_keys_and_dead_heads_stay_finite(images) -> None:
 
 def test_the_relative_bias_stays_outside_of_the_norm(images) -> None:
     model = tiny_relpos()
-    insert_qk_norm(model, PER_HEAD, images)
+    insert_qk_norm(model, PER_HEAD, images, "match")
     raw = tiny_relpos()
     with probe(raw) as one, torch.no_grad():
         raw(images)
@@ -361,7 +362,7 @@ def test_dinov2_small_as_measured() -> None:
     found = {}
     for source in ("timm:{}/checkpoints/dinov2_small_timm", "hf:{}/checkpoints/dinov2_small_hf"):
         model = load_model(source.format(SHARED), image_size=98)
-        insertion = insert_qk_norm(model, PER_HEAD, calibration, held_out=held_out)
+        insertion = insert_qk_norm(model, PER_HEAD, calibration, "match", held_out=held_out)
         assert len(insertion.sites) == 12
         ones, matched = insertion.shock["ones"], insertion.shock["match"]
         assert matched.images == 64

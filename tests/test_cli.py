@@ -190,7 +190,7 @@ def test_apply_writes_a_model_that_verifies(place: Path, tmp_path: Path, capsys:
     assert "start match, before any training, 4 held-out images: " in said
     manifest = read_json(out / "retrofit.json")
     assert (manifest["qk_norm"]["eps"], manifest["qk_norm"]["gain"]) == (1e-5, "per_head")
-    assert (manifest["about"]["calibration_images"], manifest["about"]["init"]) == (12, "match")
+    assert (manifest["about"]["calibration_images"], manifest["about"]["init"]) == (12, "fit")
     assert len(retrofit.load(out).blocks) == 2
     assert main(["verify", str(out)]) == 0
     assert "differ by" in capsys.readouterr().out

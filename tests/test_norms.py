@@ -100,7 +100,7 @@ def test_every_formula_in_float64(layout: str, role: str) -> None:
         kinds = {name for name, _ in norm.named_parameters()}
         wanted = {"weight"} if spec.gain != "none" else set()
         wanted |= {"bias"} if spec.bias else set()
-        wanted |= {"shift"} if role == "k" else {"scale"} if spec.scale != "fixed" else set()
+        wanted |= {"shift"} | ({"scale"} if role == "q" and spec.scale != "fixed" else set())
         assert kinds == wanted, spec
         assert all(p.ndim == 1 for p in norm.parameters())
         x = torch.randn(B, H, N, D, generator=generator, dtype=torch.float64)
@@ -227,7 +227,7 @@ def test_a_model_built_with_timms_qk_norm_and_one_retrofitted_agree(images) -> N
     insert_qk_norm(plain, QKNorm.preset("timm"), init="ones")
     lacking = plain.load_state_dict(native.state_dict(), strict=False)
     assert lacking.unexpected_keys == []
-    assert all(key.endswith("k_norm.shift") for key in lacking.missing_keys)
+    assert all(key.endswith("_norm.shift") for key in lacking.missing_keys)
     torch.testing.assert_close(outputs_of(plain, images), outputs_of(native, images), rtol=1e-5, atol=1e-5)
 
 

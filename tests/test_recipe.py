@@ -182,7 +182,7 @@ def test_an_unknown_key_lists_the_keys_that_are_there() -> None:
         ({"arms": {"a": {"qk_norm": {"bias": True, "gain": "none"}}}}, "arms.a.qk_norm: bias and zero_centered"),
         (
             {"model": {"timm": "x", "pretrained": False}, "arms": RETROFIT},
-            "arms.retrofit.init: match keeps what a checkpoint knows; without one, take ones",
+            "arms.retrofit.init: fit keeps what a checkpoint knows; without one, take ones",
         ),
         ({"arms": ["a"]}, "arms: "),
         ({"train": "fast"}, "train: "),
@@ -204,7 +204,7 @@ def test_random_weights_take_a_norm_that_starts_as_published() -> None:
     content = {"model": {"timm": "x", "pretrained": False}, "arms": RETROFIT}
     arms = parse(content, ["arms.retrofit.init=ones"]).arms
     assert arms == {"baseline": Arm(), "retrofit": Arm(qk_norm=QKNorm(), init="ones")}
-    assert parse(content, ["model.pretrained=true"]).arms["retrofit"].init == "match"
+    assert parse(content, ["model.pretrained=true"]).arms["retrofit"].init == "fit"
     with pytest.raises(RecipeError, match=r"^arms\.retrofit\.init: .*\narms\.more\.init: "):
         parse(content, ["arms.more={qk_norm: vit22b}"])
 
@@ -414,7 +414,7 @@ RECIPES = st.builds(
     ),
     arms=st.dictionaries(
         st.from_regex(r"[a-z0-9][A-Za-z0-9_.-]{0,6}", fullmatch=True).filter("baseline".__ne__),
-        st.builds(Arm, qk_norm=st.none() | NORMS, init=st.sampled_from(["ones", "match"])),
+        st.builds(Arm, qk_norm=st.none() | NORMS, init=st.sampled_from(["ones", "match", "fit"])),
         max_size=3,
     ).map(lambda arms: {"baseline": Arm(), **arms}),
     train=st.builds(

@@ -62,7 +62,7 @@ def result_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("init", ["ones", "match"])
+@pytest.mark.parametrize("init", ["ones", "match", "fit"])
 def test_insertion_adds_keys_and_changes_nothing_else(kind: str, init: str, images) -> None:
     model = MAKERS[kind]()
     model.train()
@@ -79,7 +79,7 @@ def test_insertion_adds_keys_and_changes_nothing_else(kind: str, init: str, imag
     sites = [site.name for site in sites_of(model)[0]]
     assert insertion.sites == sites
     added = [k for k in after["keys"] if k not in before["keys"]]
-    names = ["q_norm.weight", "k_norm.weight"] + ([] if kind == "rope" else ["k_norm.shift"])
+    names = ["q_norm.weight", "k_norm.weight"] + ([] if kind == "rope" else ["q_norm.shift", "k_norm.shift"])
     assert sorted(added) == sorted(f"{site}.{name}" for site in sites for name in names)
     assert [k for k in after["keys"] if k not in added] == before["keys"]
     kept = {k: v for k, v in after["bits"].items() if k not in added}
@@ -144,7 +144,7 @@ def test_models_without_known_attention_are_refused(images) -> None:
     refused(beit, rf"^Beit cannot take QK-Norm: {later}", QKNorm(), images)
 
 
-@pytest.mark.parametrize("init", ["match"])
+@pytest.mark.parametrize("init", ["match", "fit"])
 def test_without_images_both_remedies_are_named(init: str) -> None:
     refused(tiny_timm(), r'pass images=.*init="ones"', QKNorm(), error=RetrofitError, init=init)
 
@@ -169,7 +169,7 @@ def test_wrong_images_are_refused(images, says: str, kind: str) -> None:
 
 
 def test_an_unknown_init_and_layers_that_are_not_there(images) -> None:
-    refused(tiny_timm(), "one of ones, match", QKNorm(), images, init="magic", error=RetrofitError)
+    refused(tiny_timm(), "one of ones, match, fit", QKNorm(), images, init="magic", error=RetrofitError)
     refused(tiny_timm(), r"layers=\[3, -4\] are not there.*3 attention layers", QKNorm(layers=(0, 3, -4)), images)
 
 
@@ -186,7 +186,7 @@ def test_a_fault_halfway_leaves_the_model_as_it_was(images, monkeypatch: pytest.
     def broken(*_args):
         raise KeyboardInterrupt("stop")
 
-    monkeypatch.setattr(surgery, "match", broken)
+    monkeypatch.setattr(surgery, "calibrate", broken)
     for kind in ("timm", "ViT"):
         refused(MAKERS[kind](), "stop", QKNorm(), images, error=KeyboardInterrupt)
 
@@ -336,10 +336,10 @@ def test_shock_is_measured_on_held_out_images_only(images) -> None:
 def test_any_module_that_contains_attention(images) -> None:
     inner = sharpen(tiny_timm())
     model = nn.Sequential(inner, nn.Linear(5, 2))
-    insertion = insert_qk_norm(model, QKNorm(), images)
+    insertion = insert_qk_norm(model, QKNorm(), images, "match")
     assert insertion.sites == [f"0.blocks.{i}.attn" for i in range(3)]
     alone = sharpen(tiny_timm())
-    insert_qk_norm(alone, QKNorm(), images)
+    insert_qk_norm(alone, QKNorm(), images, "match")
     assert outputs_of(alone, images).equal(outputs_of(inner, images))
     remove_qk_norm(model)
     with pytest.raises(RetrofitError, match="scale_init is needed"):
@@ -424,7 +424,7 @@ def test_a_name_in_place_of_a_formula_is_told_how_to_write_it(images) -> None:
 
 def test_shock_of_a_wrapper_is_that_of_what_it_returns(images) -> None:
     model = nn.Sequential(sharpen(tiny_timm()))
-    shock = insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images).shock["match"]
+    shock = insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images).shock["fit"]
     assert shock.cosine_patch is None
     assert 0 <= shock.kl < 10
 

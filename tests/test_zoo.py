@@ -193,7 +193,7 @@ def test_equals_timms_own_qk_norm(name: str, monkeypatch: pytest.MonkeyPatch) ->
     state = theirs.state_dict()
     missing = ours.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
-    assert all(key.endswith("k_norm.shift") for key in missing.missing_keys)
+    assert all(key.endswith("_norm.shift") for key in missing.missing_keys)
     torch.testing.assert_close(run(animal, ours), run(animal, theirs), rtol=1e-4, atol=1e-5)
     assert survey(theirs).refusal is not None
     assert "QK-Norm of its own" in survey(theirs).refusal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrofit.calibrate.describe import Init, LayerCalibration, calibrate
+from retrofit.calibrate.describe import Init, LayerCalibration, calibrate, remarks
 from retrofit.calibrate.excerpt import Excerpt
 from retrofit.calibrate.fit import LOGIT_LIMIT
 from retrofit.calibrate.moments import SHIFT_RIDGE, Moments, shiftable
@@ -16,6 +16,7 @@ __all__ = [
     "LayerCalibration",
     "Moments",
     "calibrate",
+    "remarks",
     "rotations",
     "shiftable",
 ]

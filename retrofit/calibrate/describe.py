@@ -16,9 +16,9 @@ from retrofit.norms import HeadNorm, logit_bound
 from retrofit.probes import gains_per_head
 from retrofit.qknorm import QKNorm
 
-LARGE = 0.05
-"""KL in nats from which a layer's attention counts as changed. Fitted layers of DINOv2-small lie near 0.005, those of
-a norm that starts at ones near 0.5."""
+LARGE_KL, LEAST_COSINE = 0.05, 0.95
+"""What counts as a large remaining shock: KL in nats of a layer's attention, mean cosine of final tokens. A fitted
+DINOv2-small lies near 0.005 and at a cosine of 0.997, one whose norm starts at ones near 0.5 and at 0.4."""
 Init = Literal["ones", "match", "fit"]
 _QUERIES = 4096
 """A head and block, in which KL is computed."""
@@ -101,6 +101,43 @@ def calibrate(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Exc
             logit_absmax_before=float(absmax.max()),
             logit_bound=logit_bound(q_norm, k_norm, rotated=moments.site.rotated),
         )
+
+
+def remarks(spec: QKNorm, init: Init, layers: Sequence[LayerCalibration], cosine: float | None) -> list[str]:
+    """What the result must say in words: what the formula could not hold, and where the remaining shock comes from.
+
+    Args:
+        cosine: the least mean cosine of final tokens, prefix or patch, on held-out images; None where it is not known.
+    """
+    said: list[str] = []
+    if not layers:
+        return said
+    kl = sum(layer.kl for layer in layers) / len(layers)
+    unshifted = sum(not layer.shifted for layer in layers)
+    if unshifted and init != "ones":
+        said.append(
+            f"no shift in {unshifted} of {len(layers)} layers: a rotation (RoPE) follows the norm there, and softmax "
+            "would see it"
+        )
+    alone = [layer.kl_match_per_head for layer in layers if layer.kl_match_per_head is not None]
+    if alone and init != "ones":
+        shared, own = sum(layer.kl_match for layer in layers) / len(layers), sum(alone) / len(alone)
+        if shared > 1.5 * own:
+            said.append(
+                f"the heads share one temperature, which costs: KL of attention after match {shared:.3g}, with "
+                f"gain=per_head {own:.3g}"
+            )
+    if (cosine is not None and cosine < LEAST_COSINE) or (cosine is None and kl > LARGE_KL):
+        worst = sorted(layers, key=lambda layer: -layer.kl)[:3]
+        named = ", ".join(f"{layer.site} (KL {layer.kl:.2g})" for layer in worst if 3 * layer.kl >= worst[0].kl)
+        measure = f"cosine of final tokens {cosine:.3f}" if cosine is not None else f"KL of attention {kl:.2g}"
+        remedy = {"ones": "init=fit keeps more", "match": "init=fit keeps more"}.get(
+            init, "a ramp starts without shock"
+        )
+        said.append(
+            f"the norm still changes the model much before training: {measure}; most of it comes from {named}; {remedy}"
+        )
+    return said
 
 
 def _query_cv(maps: Sequence[Maps], q_norm: HeadNorm, *, shifted: bool) -> float:

@@ -134,9 +134,8 @@ def _joined(maps: list[Maps]) -> Maps:
 
 
 def _kept(x: Tensor) -> Tensor:
-    """A copy in float32 or wider that autograd can work with, also where it was read in inference mode."""
-    with torch.inference_mode(False):
-        return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    """A copy in float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 def _size(maps: Maps) -> int:

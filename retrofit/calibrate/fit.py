@@ -66,7 +66,7 @@ class _Free:
         return self.norm.get_parameter(self.name).detach()
 
 
-def fit(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Excerpt, steps: int = STEPS) -> None:
+def fit(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Excerpt) -> None:
     """Fits the norms, which `match` has set, on what the excerpt holds. They stay as they are where that gains nothing.
 
     Deterministic; draws no random numbers.
@@ -77,21 +77,21 @@ def fit(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Excerpt, 
     if not free:
         return
     before = divergence(batches, q, k).sum()
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(before.device.type, enabled=False):
-        _descend(q, k, batches, free, steps)
+    with torch.enable_grad(), torch.autocast(before.device.type, enabled=False):
+        _descend(q, k, batches, free)
     if divergence(batches, q, k).sum() < before:
         for norm, fitted in ((q_norm, q), (k_norm, k)):
             norm.load_state_dict(fitted.state_dict())
 
 
-def _descend(q: HeadNorm, k: HeadNorm, batches: Sequence[Maps], free: Sequence[_Free], steps: int) -> None:
+def _descend(q: HeadNorm, k: HeadNorm, batches: Sequence[Maps], free: Sequence[_Free]) -> None:
     targets = [m.logits().softmax(-1) for m in batches]
     moved = [torch.zeros_like(f.start, requires_grad=True) for f in free]
     optimizer = torch.optim.Adam(
         [{"params": [m], "lr": f.rate} for m, f in zip(moved, free, strict=True)], betas=_BETAS
     )
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    for step in range(steps):
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for step in range(STEPS):
         at = step % len(batches)
         values: dict[HeadNorm, dict[str, Tensor]] = {q: {}, k: {}}
         for f, m in zip(free, moved, strict=True):
@@ -157,7 +157,6 @@ def _headroom(q: HeadNorm, k: HeadNorm, rotated: bool) -> Tensor:
 
 def _working(norm: HeadNorm, dtype: torch.dtype) -> HeadNorm:
     """A copy that takes [B, H, N, D] and computes in `dtype`."""
-    with torch.inference_mode(False):
-        copied = copy.deepcopy(norm).to(dtype).requires_grad_(False)
+    copied = copy.deepcopy(norm).to(dtype).requires_grad_(False)
     copied.layout = "BHND"
     return copied

@@ -17,6 +17,7 @@ from retrofit.export.card import model_card
 from retrofit.export.proof import prove_in_fresh_process, write_fixture
 from retrofit.models import family_of
 from retrofit.models.preprocess import Preprocess
+from retrofit.norms import end_ramp, ramp_of
 from retrofit.runfiles import read_json, write_text
 
 _PROOF_IMAGES = 4
@@ -28,6 +29,7 @@ def export_model(
     *,
     about: Mapping[str, Any],
     images: Tensor | None = None,
+    finish_ramp: bool = False,
     force: bool = False,
 ) -> list[str]:
     """Writes a model as a folder, proves it in a fresh process, and returns what the proof found.
@@ -35,9 +37,18 @@ def export_model(
     Args:
         about: where the model comes from, as retrofit.json and the model card tell it.
         images: preprocessed [B, 3, H, W] for the proof; made-up ones where None.
+        finish_ramp: writes a model whose norms are still coming in with the whole norm, which is another function.
 
-    Raises CheckpointError where the folder does not compute what the model does; it is then left for inspection.
+    Raises RetrofitError for such a model otherwise, and CheckpointError where the folder does not compute what the
+    model does; it is then left for inspection.
     """
+    alpha = ramp_of(model)
+    if alpha is not None and not finish_ramp:
+        raise RetrofitError(
+            f"the norms of this model are still coming in (their ramp is at {alpha:g} of 1); train to the ramp's end, "
+            "or export with --finish-ramp, which puts them at their end and so changes what the model computes"
+        )
+    end_ramp(model)
     sample = images[:_PROOF_IMAGES] if images is not None else _noise(family_of(model).preprocess(model))
     with saving(folder, force=force) as scratch:
         write_fixture(model, sample, scratch)
@@ -56,6 +67,7 @@ def export_run(
     arm: str | None = None,
     seed: int | None = None,
     lr: float | None = None,
+    finish_ramp: bool = False,
     force: bool = False,
 ) -> list[str]:
     """Exports a fine-tuned model of a run folder, or copies a folder that retrofit wrote.
@@ -64,13 +76,14 @@ def export_run(
         arm: None: the first that is not the baseline.
         seed: None: the plan's first that finished.
         lr: None: the arm's best by mean validation loss over its seeds.
+        finish_ramp: as for `export_model`.
 
     Raises RetrofitError where there is no such finished run.
     """
     runfiles.check_free(folder, MANIFEST, force)
     if (run_dir / MANIFEST).is_file():
         about = read_manifest(run_dir).get("about", {})
-        return export_model(load(run_dir), folder, about=about, force=force)
+        return export_model(load(run_dir), folder, about=about, finish_ramp=finish_ramp, force=force)
     result = _choose(run_dir, arm, seed, lr)
     manifest = read_json(run_dir / runfiles.MANIFEST)
     about = {

@@ -263,6 +263,8 @@ class Recipe:
         if not self.arms:
             faults.append("arms: at least one is needed")
         for name, arm in self.arms.items():
+            if arm.ramp and arm.qk_norm is None:
+                faults.append(f"arms.{name}.ramp: there is no norm to come in; give the arm a qk_norm")
             if arm.qk_norm is not None and arm.init != "ones" and not self.model.pretrained:
                 faults.append(f"arms.{name}.init: {arm.init} keeps what a checkpoint knows; without one, take ones")
         if self.data.crop_scale[0] > self.data.crop_scale[1]:

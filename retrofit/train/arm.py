@@ -24,6 +24,7 @@ from retrofit import runfiles
 from retrofit.data import Batch, keyed_rng
 from retrofit.errors import RetrofitError
 from retrofit.models import family_of
+from retrofit.norms import set_ramp
 from retrofit.recipe import Train
 from retrofit.runfiles import JsonLines, RunKey
 from retrofit.train import resume
@@ -82,10 +83,14 @@ class ArmRun:
     resumed_at: list[int] = field(default_factory=list)
     """Where the run went on from a checkpoint."""
     closed: bool = False
+    ramp_steps: float = 0.0
+    """Steps over which the norms come in."""
 
     @classmethod
-    def start(cls, key: RunKey, model: nn.Module, train: Train, steps: int, run_dir: Path) -> ArmRun:
+    def start(cls, key: RunKey, model: nn.Module, train: Train, steps: int, run_dir: Path, ramp: float = 0.0) -> ArmRun:
         freeze(model, train.freeze)
+        if ramp:
+            set_ramp(model, 0.0)
         accelerator = accelerator_of(key.precision, model)
         attention = attention_of(train, key.precision, accelerator.device)
         if attention == "unfused" and not family_of(model).unfuse(model):
@@ -119,9 +124,11 @@ class ArmRun:
             watch=Watch(key, model, eager, accelerator.device, probes),
             memory=StepMemory(accelerator.device),
             ema=None if train.ema is None else ModelEmaV3(model, train.ema),
+            ramp_steps=ramp * steps,
         )
         if saved is not None:
             arm._restore(saved)
+            arm._ramp()
         return arm
 
     @property
@@ -180,6 +187,13 @@ class ArmRun:
         self.seconds += spent
         self.timings.write({"step": step, "seconds": round(spent, 6), "data_seconds": round(waited, 6)})
         self.at = step + 1
+        self._ramp()
+
+    def _ramp(self) -> None:
+        """Puts the norms where the next step needs them, between the model as it was and the plain norm."""
+        if self.ramp_steps:
+            for model in (self.model, self.result_model):
+                set_ramp(model, min(1.0, self.at / self.ramp_steps))
 
     def _gradients(self, step: int, batch: Batch, train: Train) -> Tensor:
         """Leaves the gradient of the whole batch's mean loss in the parameters, and returns that loss.

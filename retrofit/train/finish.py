@@ -14,6 +14,7 @@ from retrofit.data import Splits, steps_per_epoch
 from retrofit.evaluate import predictions, score
 from retrofit.models import evaluating
 from retrofit.models.preprocess import Preprocess
+from retrofit.norms import end_ramp
 from retrofit.recipe import Recipe
 from retrofit.runfiles import read_jsonl
 from retrofit.train import resume
@@ -27,6 +28,7 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
     Args:
         added: how many parameters the arm's norms have.
     """
+    end_ramp(arm.result_model)
     which = {name: getattr(arm.key, name) for name in ("arm", "lr", "seed", "precision")}
     results: dict[str, Any] = {"validation": None, "test": None}
     arrays: dict[str, Any] = {}

@@ -71,7 +71,10 @@ def train_lockstep(
     train, state = recipe.train, join()
     seed = next(iter(models)).seed
     steps = steps_of(train, len(splits.train))
-    arms = [ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir) for key, (model, _) in models.items()]
+    arms = [
+        ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir, recipe.arms[key.arm].ramp)
+        for key, (model, _) in models.items()
+    ]
     if state.is_main_process and train.trackers:
         for arm in arms:
             arm.trackers = Trackers(recipe, arm.key, run_dir, arm.at)
