@@ -121,13 +121,6 @@ def fresh_process(code: str, *args: object, **env: str) -> str:
     return run.stdout
 
 
-@pytest.fixture(autouse=True)
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few steps where the fit is only on the way to what is tested; tests of the fit set their own."""
-    if "torch" in sys.modules:
-        monkeypatch.setattr("retrofit.calibrate.fit.STEPS", 8)
-
-
 @pytest.fixture
 def images():
     import torch

@@ -136,7 +136,7 @@ def test_models_with_shared_and_non_contiguous_weights(tmp_path: Path, images) -
 
 def test_a_backbone_without_a_head(tmp_path: Path, images) -> None:
     for name, model in (("timm", tiny_timm(num_classes=0)), ("hf", tiny_hf("Dinov2", labels=None))):
-        insert_qk_norm(model, QKNorm(), images)
+        insert_qk_norm(model, QKNorm(), images, "match")
         save(model, tmp_path / name)
         assert outputs_of(load(tmp_path / name), images).equal(outputs_of(model, images))
 

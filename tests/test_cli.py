@@ -187,7 +187,7 @@ def test_apply_writes_a_model_that_verifies(place: Path, tmp_path: Path, capsys:
     assert main([*words, "--images", "16", "eps=1e-5"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("2 attention layers now have RMSNorm over each head, gain per head, eps 1e-05")
-    assert "start match, before any training, 4 held-out images: " in said
+    assert "start fit, before any training, 4 held-out images: " in said
     manifest = read_json(out / "retrofit.json")
     assert (manifest["qk_norm"]["eps"], manifest["qk_norm"]["gain"]) == (1e-5, "per_head")
     assert (manifest["about"]["calibration_images"], manifest["about"]["init"]) == (12, "fit")

@@ -84,7 +84,7 @@ def test_an_export_is_the_model_with_labels_preprocessing_and_proof(run: Path, e
     result = read_json(run / "retrofit" / "lr0.003-s0" / "result.json")
     about = manifest["about"]
     assert (about["arm"], about["lr"], about["seed"], about["test"]) == ("retrofit", 0.003, 0, result["test"])
-    assert (about["base"], about["init"]) == (base_of(run), "fit")
+    assert (about["base"], about["init"]) == (base_of(run), "match")
     assert about["shock"] == read_json(run / "retrofit" / "insertion.json")["shock"]
 
 

@@ -112,8 +112,9 @@ def test_insertion_says_what_surgery_did(whole: Path, data: Path) -> None:
         QKNorm.preset("qwen3", gain="per_head"),
         images=pixels(splits.train.take(16, "calibration")),
         held_out=pixels(splits.validation.take(8, "held out")),
+        init="match",
     )
-    assert (record["arm"], record["init"], record["sites"], record["skipped"]) == ("retrofit", "fit", 2, [])
+    assert (record["arm"], record["init"], record["sites"], record["skipped"]) == ("retrofit", "match", 2, [])
     assert (record["calibration_images"], record["held_out_images"]) == (16, 8)
     assert record["qk_norm"]["gain"] == "per_head"
     assert record["formula"] == "RMSNorm over each head, gain per head, eps 1e-06, before RoPE"
@@ -121,7 +122,7 @@ def test_insertion_says_what_surgery_did(whole: Path, data: Path) -> None:
     for layer, expected in zip(record["layers"], insertion.layers, strict=True):
         assert layer["gain_q"] == pytest.approx(expected.gain_q, rel=1e-5)
         assert layer["logit_bound"] == pytest.approx(expected.logit_bound, rel=1e-5)
-    assert set(record["shock"]) == {"ones", "fit"}
+    assert set(record["shock"]) == {"ones", "match"}
     for init, shock in record["shock"].items():
         assert shock["images"] == 8
         assert shock["cosine_tokens"]["patch"] == pytest.approx(insertion.shock[init].cosine_patch, abs=1e-5)
@@ -415,7 +416,7 @@ def test_dinov2_in_both_layouts_keeps_its_attention_and_trains(tmp_path: Path, l
     assert record["sites"] == 12
     assert record["qk_norm"]["gain"] == QK_NORM["gain"]
     shock = {init: s["cosine_tokens"]["patch"] for init, s in record["shock"].items()}
-    assert shock["fit"] > 0.9 > shock["ones"] + 0.1
+    assert shock["match"] > 0.9 > shock["ones"] + 0.1
 
 
 def test_a_shard_without_a_pair_is_no_failure(data: Path, tmp_path: Path) -> None:

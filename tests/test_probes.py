@@ -404,7 +404,7 @@ def test_attention_outside_of_the_sites_is_not_read(images) -> None:
 def test_normed_attention_is_read_after_the_norm_and_keeps_its_bound(name: str, kind: str, images) -> None:
     model = sharpen(MAKERS[kind](), 10)
     raw = read(model, images)
-    insert_qk_norm(model, QKNorm.preset(name), images)
+    insert_qk_norm(model, QKNorm.preset(name), images, "match")
     rows = read(model, images)
     for row in rows:
         assert 0 < row["logit_absmax"] <= row["logit_bound"] * (1 + 1e-5)

@@ -97,7 +97,7 @@ def test_removal_restores_everything(kind: str, mode: bool, images) -> None:
     model = MAKERS[kind]().train(mode)
     before, output = state(model), outputs_of(model.eval(), images)
     model.train(mode)
-    insert_qk_norm(model, QKNorm.preset("chameleon"), images)
+    insert_qk_norm(model, QKNorm.preset("chameleon"), images, "match")
     assert not torch.equal(outputs_of(copy.deepcopy(model).eval(), images), output)
     assert remove_qk_norm(model) == 3
     same(before, state(model))
@@ -105,7 +105,7 @@ def test_removal_restores_everything(kind: str, mode: bool, images) -> None:
     assert spec_of(model) is None
     with pytest.raises(ModelError, match="no QK-Norm"):
         remove_qk_norm(model)
-    insert_qk_norm(model, QKNorm(), images)  # and it can go in again
+    insert_qk_norm(model, QKNorm(), images, "match")  # and it can go in again
 
 
 def refused(model: nn.Module, match: str, *args, error: type = ModelError, **kwargs) -> None:
@@ -119,12 +119,12 @@ def refused(model: nn.Module, match: str, *args, error: type = ModelError, **kwa
 @pytest.mark.parametrize("kind", ["timm", "ViT"])
 def test_a_second_surgery_is_refused(kind: str, images) -> None:
     model = MAKERS[kind]()
-    insert_qk_norm(model, QKNorm(), images)
+    insert_qk_norm(model, QKNorm(), images, "match")
     refused(model, "already has QK-Norm from retrofit; remove_qk_norm", QKNorm(), images)
     with pytest.raises(ModelError, match="already"):
         insert_blank(model, QKNorm())
     with pytest.raises(ModelError, match="already"):
-        insert_same(model, insert_qk_norm(MAKERS[kind](), QKNorm(), images))
+        insert_same(model, insert_qk_norm(MAKERS[kind](), QKNorm(), images, "match"))
 
 
 def test_models_with_a_norm_of_their_own_are_refused(images) -> None:
@@ -211,7 +211,7 @@ def test_the_norms_are_applied_and_learn(kind: str, fused: bool, name: str, imag
     generator = torch.Generator().manual_seed(2)
     if not fused:
         family_of(model).unfuse(model)
-    insert_qk_norm(model, QKNorm.preset(name), images)
+    insert_qk_norm(model, QKNorm.preset(name), images, "match")
     result = result_of(model, images)
     result.square().sum().backward()
     for key, parameter in new_parameters(model).items():
@@ -233,7 +233,7 @@ def test_the_fused_and_the_manual_path_agree(images) -> None:
     for kind in KINDS:
         for name in ("qwen3", "olmo2", "swinv2", "henry2020"):
             model = sharpen(MAKERS[kind](), 10)
-            insert_qk_norm(model, QKNorm.preset(name), images)
+            insert_qk_norm(model, QKNorm.preset(name), images, "match")
             fused = outputs_of(model, images)
             family_of(model).unfuse(model)
             torch.testing.assert_close(outputs_of(model, images), fused, rtol=1e-4, atol=1e-5, msg=f"{kind} {name}")
@@ -243,20 +243,20 @@ def test_the_fused_and_the_manual_path_agree(images) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(kind: str, dtype: torch.dtype, images) -> None:
     model = sharpen(MAKERS[kind]()).to(dtype)
-    insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images)
+    insert_qk_norm(model, QKNorm(gain="per_head"), images, "match", held_out=images)
     assert {p.dtype for p in model.parameters()} == {dtype}
     result = outputs_of(model, images.to(dtype))
     assert result.dtype == dtype
     assert result.isfinite().all()
     wide = sharpen(MAKERS[kind]())
-    insert_qk_norm(wide, QKNorm(gain="per_head"), images)
+    insert_qk_norm(wide, QKNorm(gain="per_head"), images, "match")
     torch.testing.assert_close(result.float(), outputs_of(wide, images), rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", ["timm", "rope", "ViT"])
 def test_under_autocast_q_and_k_stay_in_values_dtype(kind: str, images) -> None:
     model = sharpen(MAKERS[kind]())
-    insert_qk_norm(model, QKNorm(), images)
+    insert_qk_norm(model, QKNorm(), images, "match")
     seen: list[torch.dtype] = []
     for site in sites_of(model)[0]:
         for norm in site.norms:
@@ -270,7 +270,7 @@ def test_under_autocast_q_and_k_stay_in_values_dtype(kind: str, images) -> None:
 @pytest.mark.parametrize("kind", ["timm", "rope", "ViT"])
 def test_copies_and_pickles(kind: str, images) -> None:
     model = sharpen(MAKERS[kind]())
-    insert_qk_norm(model, QKNorm.preset("swinv2"), images)
+    insert_qk_norm(model, QKNorm.preset("swinv2"), images, "match")
     before = outputs_of(model, images)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(outputs_of(other, images), before)
@@ -282,7 +282,7 @@ def test_copies_and_pickles(kind: str, images) -> None:
 @pytest.mark.parametrize("kind", ["timm", "ViT"])
 def test_compiles_as_one_graph(kind: str, images) -> None:
     model = sharpen(MAKERS[kind]())
-    insert_qk_norm(model, QKNorm.preset("chameleon"), images)
+    insert_qk_norm(model, QKNorm.preset("chameleon"), images, "match")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     result = result_of(compiled, images)
@@ -307,7 +307,9 @@ def test_insert_same(kind: str, images) -> None:
     with pytest.raises(ModelError, match="not the same model"):
         insert_same(
             MAKERS[kind](),
-            insert_qk_norm(MAKERS[kind](), QKNorm(), images).__class__(QKNorm(), "ones", [], [], norms=insertion.norms),
+            insert_qk_norm(MAKERS[kind](), QKNorm(), images, "match").__class__(
+                QKNorm(), "ones", [], [], norms=insertion.norms
+            ),
         )
 
 
@@ -315,7 +317,7 @@ def test_shock_is_measured_on_held_out_images_only(images) -> None:
     held_out = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(8))
     original = sharpen(tiny_timm(), 10)
     tokens, logits = original.forward_features(held_out).detach(), outputs_of(original, held_out)
-    assert insert_qk_norm(copy.deepcopy(original), QKNorm(), images).shock == {}
+    assert insert_qk_norm(copy.deepcopy(original), QKNorm(), images, "match").shock == {}
     for init in ("ones", "match"):
         model = copy.deepcopy(original)
         given = images if init == "match" else None
@@ -343,8 +345,8 @@ def test_any_module_that_contains_attention(images) -> None:
     assert outputs_of(alone, images).equal(outputs_of(inner, images))
     remove_qk_norm(model)
     with pytest.raises(RetrofitError, match="scale_init is needed"):
-        insert_qk_norm(model, QKNorm.preset("henry2020"), images)
-    insert_qk_norm(model, QKNorm.preset("henry2020", scale_init=3.0), images)
+        insert_qk_norm(model, QKNorm.preset("henry2020"), images, "match")
+    insert_qk_norm(model, QKNorm.preset("henry2020", scale_init=3.0), images, "match")
 
 
 def test_grouped_queries(images) -> None:
@@ -402,7 +404,7 @@ def test_weight_decay_spares_every_new_parameter(kind: str, images) -> None:
 
     for name in PRESETS:
         model = MAKERS[kind]()
-        insert_qk_norm(model, QKNorm.preset(name, **({"gain": "per_head"} if name == "qwen3" else {})), images)
+        insert_qk_norm(model, QKNorm.preset(name, **({"gain": "per_head"} if name == "qwen3" else {})), images, "match")
         new = {id(p) for p in new_parameters(model).values()}
         decayed = [g for g in param_groups_weight_decay(model, 0.05) if g["weight_decay"] > 0]
         assert len(decayed) == 1
@@ -424,7 +426,7 @@ def test_a_name_in_place_of_a_formula_is_told_how_to_write_it(images) -> None:
 
 def test_shock_of_a_wrapper_is_that_of_what_it_returns(images) -> None:
     model = nn.Sequential(sharpen(tiny_timm()))
-    shock = insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images).shock["fit"]
+    shock = insert_qk_norm(model, QKNorm(gain="per_head"), images, "match", held_out=images).shock["match"]
     assert shock.cosine_patch is None
     assert 0 <= shock.kl < 10
 
@@ -432,6 +434,6 @@ def test_shock_of_a_wrapper_is_that_of_what_it_returns(images) -> None:
 def test_norms_made_in_inference_mode_can_be_trained(images) -> None:
     model = tiny_timm()
     with torch.inference_mode():
-        insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=images)
+        insert_qk_norm(model, QKNorm(gain="per_head"), images, "match", held_out=images)
     model(images).sum().backward()
     assert sites_of(model)[0][0].norms[0].weight.grad is not None

@@ -57,7 +57,7 @@ def states() -> tuple[Any, ...]:
     return random.getstate(), numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist()
 
 
-THREE = {"baseline": {}, "twin": {}, "retrofit": {"qk_norm": QK_NORM}}
+THREE = {"baseline": {}, "twin": {}, "retrofit": {"qk_norm": QK_NORM, "init": "match"}}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_training_is_adamw_as_written_by_hand(data: Path, tmp_path: Path, norm: 
 def test_weight_decay_spares_norms_gains_and_biases(tmp_path: Path, bias: bool) -> None:
     model = load_model("timm/test_vit", 4, image_size=16, model_args=TIMM_ARGS, pretrained=False)
     spec = QKNorm(norm="layernorm", bias=True) if bias else QKNorm(gain="per_head", scale="learned", scale_init=8.0)
-    insert_qk_norm(model, spec, images=torch.randn(4, 3, 16, 16))
+    insert_qk_norm(model, spec, images=torch.randn(4, 3, 16, 16), init="match")
     names = {id(p): name for name, p in model.named_parameters()}
     arm = start(model, tmp_path, weight_decay=0.3)
     decay = {names[id(p)]: g["weight_decay"] for g in arm.optimizer.param_groups for p in g["params"]}

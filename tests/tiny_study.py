@@ -86,7 +86,7 @@ def content(data: Path, **train: Any) -> dict[str, Any]:
             "calibration_images": 16,
             "held_out_images": 8,
         },
-        "arms": {"baseline": {}, "retrofit": {"qk_norm": QK_NORM}},
+        "arms": {"baseline": {}, "retrofit": {"qk_norm": QK_NORM, "init": "match"}},
         "train": {"steps": 4, "batch_size": 8, "lr": 1e-3, "seeds": 0, "precision": "fp32", **train},
     }
 
