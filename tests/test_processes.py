@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, tiny_hf
 from tiny_study import content, write_images
 
@@ -25,14 +28,14 @@ from retrofit.runfiles import RunKey, read_json, read_jsonl
 ARMS = ("baseline", "retrofit")
 
 
-def launched(*command: object, **env: str) -> list[subprocess.CompletedProcess[str]]:
+def started(*command: object) -> list[subprocess.Popen[str]]:
     """The command in two processes, as torchrun starts them on one machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    both = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", **env}
+    both = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     both |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
-    started = [
+    return [
         subprocess.Popen(
             [sys.executable, *map(str, command)],
             env={**both, "RANK": rank, "LOCAL_RANK": rank},
@@ -43,8 +46,11 @@ def launched(*command: object, **env: str) -> list[subprocess.CompletedProcess[s
         )
         for rank in ("0", "1")
     ]
+
+
+def launched(*command: object) -> list[subprocess.CompletedProcess[str]]:
     done = []
-    for process in started:
+    for process in started(*command):
         out, error = process.communicate(timeout=240)
         done.append(subprocess.CompletedProcess(process.args, process.returncode, out, error))
     return done
@@ -104,7 +110,7 @@ def test_two_processes_are_one(both: tuple[Path, Path], name: str) -> None:
     for arm in ARMS:
         rows, others = (read_jsonl(place(f, arm) / "metrics.jsonl") for f in (one, two))
         assert len(rows) > 1
-        for key in ("step", "epoch", "lr", "ids"):
+        for key in ("step", "epoch", "lr", "ids", "pixels"):
             assert [row[key] for row in rows] == [row[key] for row in others]
         assert [row["loss"] for row in others] == pytest.approx([row["loss"] for row in rows], abs=1e-5)
         assert [row["grad_norm"] for row in others] == pytest.approx([row["grad_norm"] for row in rows], rel=1e-4)
@@ -162,6 +168,7 @@ def test_shares_are_whole_disjoint_and_even() -> None:
     assert share(np.arange(7), (0, 1)).tolist() == list(range(7))
 
 
+@pytest.mark.slow
 def test_the_command_line_in_two_processes_speaks_once(tmp_path: Path) -> None:
     document = content(write_images(tmp_path / "data"), steps=2)
     (tmp_path / "r.yaml").write_text(json.dumps(document))
@@ -182,3 +189,85 @@ def test_a_mistake_is_told_by_the_main_process_alone(
     monkeypatch.setenv("RANK", "1")
     assert main(["pair", "nanno"]) == 2
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    document = content(write_images(tmp_path / "data"), steps=150)
+    (tmp_path / "r.yaml").write_text(json.dumps(document))
+    command = ("-m", "retrofit", "pair", tmp_path / "r.yaml", "-o", tmp_path / "run")
+    metrics = place(tmp_path / "run", "retrofit") / "metrics.jsonl"
+    both = started(*command)
+    while not (metrics.is_file() and len(read_jsonl(metrics)) > 9):
+        assert all(process.poll() is None for process in both)
+        time.sleep(0.05)
+    both[1].send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [143, 143], said
+    assert not (metrics.parent / "result.json").exists()
+    for done in launched(*command):
+        assert done.returncode == 0, done.stderr[-2000:]
+    run_pair(parse(document), tmp_path / "whole")
+    for arm in ARMS:
+        rows, others = (read_jsonl(place(tmp_path / name, arm) / "metrics.jsonl") for name in ("run", "whole"))
+        assert [row["step"] for row in rows] == list(range(150))
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], abs=1e-5)
+        assert read_json(place(tmp_path / "run", arm) / "result.json")["resumed_at"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [["accelerate.commands.launch"], ["torch.distributed.run", "--nproc_per_node", "2"]]
+)
+def test_what_users_launch(tmp_path: Path, launcher: list[str]) -> None:
+    """`accelerate launch` trains on a CPU in one process, torchrun in as many as it is told."""
+    document = content(write_images(tmp_path / "data"), steps=2)
+    (tmp_path / "r.yaml").write_text(json.dumps(document))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "-m",
+            "retrofit",
+            "pair",
+            str(tmp_path / "r.yaml"),
+            "-o",
+            str(tmp_path / "o"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = read_json(place(tmp_path / "o", "retrofit") / "result.json")
+    assert result["processes"] == (2 if "--nproc_per_node" in launcher else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_fsdp_is_the_same_training(tmp_path: Path, precision: str) -> None:
+    """In one process, which shards nothing away, under FSDP2: losses, predictions and saved weights as without it."""
+    document = content(write_images(tmp_path / "data"), steps=6, precision=precision)
+    (tmp_path / "r.yaml").write_text(json.dumps(document))
+    fsdp = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    for name, options in (("plain", []), ("fsdp", fsdp)):
+        command = ["--num_processes", "1", *options, "-m", "retrofit", "pair", str(tmp_path / "r.yaml")]
+        done = subprocess.run(
+            [sys.executable, "-m", "accelerate.commands.launch", *command, "-o", str(tmp_path / name)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    folder = RunKey.of("retrofit", 1e-3, 0, precision).folder
+    plain, sharded = (read_jsonl(tmp_path / name / folder / "metrics.jsonl") for name in ("plain", "fsdp"))
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    assert [row["loss"] for row in sharded] == pytest.approx([row["loss"] for row in plain], abs=tolerance)
+    assert [row["grad_norm"] for row in sharded] == pytest.approx([row["grad_norm"] for row in plain], rel=0.1)
+    weights = retrofit.load(tmp_path / "fsdp" / folder / "final").state_dict()
+    assert weights.keys() == retrofit.load(tmp_path / "plain" / folder / "final").state_dict().keys()

@@ -428,6 +428,15 @@ RECIPES = st.builds(
         optimizer=WORDS,
         clip_grad=st.none() | FLOATS,
         attention=st.sampled_from(["auto", "fused", "unfused"]),
+        schedule=st.sampled_from(["cosine", "linear", "constant"]),
+        optimizer_args=st.dictionaries(WORDS, JSON, max_size=2),
+        layer_decay=st.floats(0.1, 1),
+        freeze=st.sampled_from(["none", "head_only", "attention_only", "norms_only"]),
+        mixup=st.floats(0, 9),
+        drop_path=st.none(),
+        ema=st.none() | st.floats(0.1, 0.99),
+        compile=st.none() | WORDS.filter(lambda text: text not in ("true", "false")),
+        trackers=st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"]), unique=True).map(tuple),
     ),
 )
 
