@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from retrofit import arguments
 from retrofit.errors import CheckpointError, Interrupted, RetrofitError
 from retrofit.qknorm import QKNorm
-from retrofit.runfiles import dumps, read_json
+from retrofit.runfiles import dumps, locked, read_json
 
 OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM)
@@ -213,7 +213,9 @@ def _pair(args: argparse.Namespace) -> int:
         return OK
     from retrofit.report import write_report
 
-    _show_report(write_report(run_dir, args.force))
+    with locked(run_dir, wait=True):  # the last of several parts to end reports on all of them
+        path = write_report(run_dir, args.force)
+    _show_report(path)
     return OK
 
 

@@ -87,8 +87,8 @@ def _begin(
     if not missing:
         return [], {}
     print(dump(recipe), file=sys.stderr)
+    write_manifest(run_dir, recipe, contents, command)  # first: by it other parts know the folder for ours
     write_text(run_dir / runfiles.RECIPE, dump(recipe))
-    write_manifest(run_dir, recipe, contents, command)
     return missing, {name: inserted(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
 
 

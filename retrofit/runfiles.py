@@ -23,6 +23,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -283,7 +284,9 @@ def check_free(folder: Path, marker: str, force: bool = False) -> None:
     """Raises RetrofitError unless `folder` may be written: new, empty, or ours (it holds `marker`); or `force`."""
     if folder.exists() and not folder.is_dir():
         raise RetrofitError(f"{folder} is a file; name a folder to write to")
-    if folder.is_dir() and not force and any(folder.iterdir()) and not (folder / marker).is_file():
+    ours = re.compile(rf"\.lock|\.{re.escape(marker)}\..*")  # of another part of the plan that begins right now
+    foreign = folder.is_dir() and not all(ours.fullmatch(path.name) for path in folder.iterdir())
+    if foreign and not force and not (folder / marker).is_file():
         raise RetrofitError(
             f"{folder} holds files that retrofit did not write; name a new folder, or add --force to write here"
         )

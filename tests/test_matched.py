@@ -13,6 +13,7 @@ import torch
 from tiny_study import QK_NORM, content, write_images
 
 from retrofit import pair
+from retrofit import study as rooms
 from retrofit.checkpoint import load_model
 from retrofit.data import Batch
 from retrofit.errors import Interrupted, PairMismatch
@@ -106,7 +107,7 @@ def test_the_twin_begins_a_millionth_away_keyed_by_the_seed(data: Path) -> None:
 
     def twin(seed: int) -> dict[str, torch.Tensor]:
         key = RunKey.of("aa", 1e-3, seed, "fp32")
-        return pair._model(model, key, {})[0].state_dict()
+        return rooms.arm_model(model, key, {})[0].state_dict()
 
     before = torch.get_rng_state()
     one, again, other = twin(0), twin(0), twin(1)
@@ -135,7 +136,7 @@ def test_the_twin_drifts_and_without_its_nudge_is_the_baseline(
     assert 0 < drift[0] < 1e-4
     assert drift[-1] > 0
     assert [k["arm"] for k in read_json(tmp_path / "run" / "run.json")["plan"]] == ["baseline", "retrofit", "aa"]
-    monkeypatch.setattr(pair, "_nudge", lambda *_: None)
+    monkeypatch.setattr(rooms, "_nudge", lambda *_: None)
     run_pair(recipe, tmp_path / "still")
     equal(place(tmp_path / "still", "baseline", 3e-3), place(tmp_path / "still", "aa", 3e-3))
     equal(place(tmp_path / "still", "baseline", 3e-3), folders[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ import retrofit
 from retrofit import pair
 from retrofit import study as rooms
 from retrofit.checkpoint import load_model
+from retrofit.cli import main
 from retrofit.data import Images, eval_batches, open_splits
 from retrofit.errors import ModelError, PairMismatch, RecipeError, RetrofitError
 from retrofit.models import family_of
 from retrofit.pair import check_matched, run_pair
 from retrofit.qknorm import QKNorm
-from retrofit.recipe import load_recipe, parse
+from retrofit.recipe import dump, load_recipe, parse
+from retrofit.report import build_report
 from retrofit.runfiles import RunKey, read_json, read_jsonl, write_json, write_text
 from retrofit.surgery import insert_qk_norm
 
@@ -293,7 +297,13 @@ def test_other_images_under_the_same_name_are_refused(data: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [('"ids": "', '"ids": "x'), ('"epoch": 0', '"epoch": 1'), ('"lr": 0.', '"lr": 9.')]
+    ("old", "new"),
+    [
+        ('"ids": "', '"ids": "x'),
+        ('"pixels": "', '"pixels": "x'),
+        ('"epoch": 0', '"epoch": 1'),
+        ('"lr": 0.', '"lr": 9.'),
+    ],
 )
 def test_arms_that_did_not_see_the_same_are_no_pair(run: Path, data: Path, old: str, new: str) -> None:
     other, key = recipe(data, **GRID).plan()[2:4]
@@ -429,3 +439,34 @@ def test_a_rate_whose_update_overflows_is_a_divergence(data: Path, tmp_path: Pat
     for arm in ("baseline", "retrofit"):
         result = read_json(tmp_path / "run" / arm / "lr1e+38-s0" / "result.json")
         assert result["status"] == "diverged"
+
+
+def timeless(value: Any) -> Any:
+    """A report without what the clock said and how it was called."""
+    told = {"created", "command", "seconds", "seconds_per_step", "images_per_second", "time_ratio", "time_ratio_range"}
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in told}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def test_parts_that_train_at_the_same_time_report_as_one(whole: Path, data: Path, tmp_path: Path) -> None:
+    """Each with another number of runs side by side, in one folder; the last to end reports on all."""
+    study = recipe(data, **GRID)
+    write_text(tmp_path / "study.yaml", dump(study))
+    run = tmp_path / "run"
+    parts = [
+        multiprocessing.get_context("fork").Process(
+            target=lambda *words: sys.exit(main(words)),
+            args=("pair", str(tmp_path / "study.yaml"), "-o", str(run), "--shard", f"{i}/2", f"train.lockstep={n}"),
+        )
+        for i, n in ((1, 1), (2, "auto"))
+    ]
+    for part in parts:
+        part.start()
+    for part in parts:
+        part.join(120)
+    assert [part.exitcode for part in parts] == [0, 0]
+    same_runs(run, whole, study.plan())
+    expected, found = timeless(build_report(whole)), timeless(read_json(run / "report.json"))
+    found["study"]["recipe"]["train"]["lockstep"] = "auto"  # a result does not depend on it
+    assert found == expected

@@ -22,7 +22,8 @@ import yaml
 from conftest import ROOT
 from tiny_study import TIMM_ARGS, content, write_images
 
-from retrofit import pair, runfiles
+from retrofit import runfiles
+from retrofit import study as rooms
 from retrofit.checkpoint import file_hash, load_model
 from retrofit.cli import main
 from retrofit.data import Batch
@@ -370,7 +371,7 @@ def test_a_second_interrupt_ends_at_once(
 def test_a_signal_before_training_just_ends(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_signals: None, sent: signal.Signals
 ) -> None:
-    monkeypatch.setattr(pair, "insert_qk_norm", lambda *_, **__: signal.raise_signal(sent))
+    monkeypatch.setattr(rooms, "insert_qk_norm", lambda *_, **__: signal.raise_signal(sent))
     assert main(["pair", str(recipe_file), "-o", str(tmp_path / "run")]) == 128 + sent
 
 
