@@ -25,6 +25,7 @@ from read_page import Shown
 from retrofit import stats
 from retrofit.errors import RetrofitError
 from retrofit.report import build_report, write_overview, write_report
+from retrofit.report.html import to_html
 from retrofit.report.markdown import to_markdown
 from retrofit.report.text import page
 
@@ -390,6 +391,19 @@ def test_what_the_recipe_leaves_unmatched_stands_first(tmp_path: Path) -> None:
     assert "| weight_decay | as the recipe | 0.1 |" in to_markdown(page(document))
 
 
+def test_a_logit_above_its_bound_and_steps_that_were_not_finite_are_told(copy: Path) -> None:
+    place = copy / folder_of("retrofit", LRS[0], 0)
+    rows = [json.loads(line) for line in (place / "probes.jsonl").read_text().splitlines()]
+    rows[3]["layers"][2]["logit_absmax"] = 9.0  # its bound is 8.2
+    (place / "probes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    content = json.loads((place / "result.json").read_text()) | {"nonfinite_steps": 2}
+    (place / "result.json").write_text(json.dumps(content))
+    document = checked(copy)
+    (fault,) = document["faults"]
+    assert "has a logit of 9 in blocks.2.attn at step 60, above 8.2" in fault["reason"]
+    assert "| finished, 2 steps not finite |" in to_markdown(page(document))
+
+
 def test_a_fitted_start_shows_what_the_fit_did(copy: Path) -> None:
     path = copy / "retrofit" / "insertion.json"
     content = json.loads(path.read_text())
@@ -608,6 +622,54 @@ def test_values_of_the_wrong_kind_do_no_harm(tiny: Path, name: str, value: Any) 
             inner[place[-1]] = kept
     finally:
         path.write_text(before)
+
+
+ODD = [None, "", "text", -1, 0, 1e308, 1 << 70, 0.5, True, [], {}, [None], [[1]], {"a": []}, {"": None}]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_files_edited_by_hand_do_no_harm(tiny: Path, data: st.DataObject) -> None:
+    """One value anywhere in a file is another, or gone."""
+    place = folder_of(data.draw(st.sampled_from(["baseline", "retrofit"])), LRS[0], 0)
+    names = ["run.json", "retrofit/insertion.json", f"{place}/result.json"]
+    names += [f"{place}/{name}.jsonl" for name in ("metrics", "probes", "timings")]
+    path = tiny / data.draw(st.sampled_from(names))
+    before = path.read_text()
+    documents = [json.loads(line) for line in before.splitlines()] if path.suffix == ".jsonl" else [json.loads(before)]
+    node: Any = documents
+    while True:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = data.draw(st.sampled_from(keys))
+        if not (isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans())):
+            break
+        node = node[key]
+    if data.draw(st.booleans()):
+        node[key] = data.draw(st.sampled_from(ODD))
+    else:
+        del node[key]
+    try:
+        path.write_text("\n".join(map(json.dumps, documents)))
+        checked(tiny)
+    finally:
+        path.write_text(before)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e300])
+def test_numbers_beyond_all_measure_are_drawn(small: Path, tmp_path: Path, value: float) -> None:
+    copy = Path(shutil.copytree(small, tmp_path / "run"))
+    place = copy / folder_of("retrofit", LRS[1], 1)
+    for name in ("metrics", "probes", "timings"):
+        rows = [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+        rows[4] |= {"loss": value, "grad_norm": value, "seconds": value}
+        for layer in rows[4].get("layers", []):
+            layer |= dict.fromkeys(("logit_absmax", "entropy_share", "q_rms", "k_rms", "logit_bound"), value)
+        (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    content = json.loads((place / "result.json").read_text())
+    content["test"]["loss"] = content["validation"]["loss"] = value
+    (place / "result.json").write_text(json.dumps(content))
+    document = checked(copy)
+    assert "<svg" in to_html(page(document), document)
 
 
 def test_what_is_no_run_folder_is_a_users_mistake(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ runs.py        one run, and what is missing or wrong there; read.py: the folder 
 rates.py       each arm at each rate; compare.py: pairs, their differences and verdicts; noise.py: how pairs drift apart
 attention.py   what the probes saw; trouble.py: where it started; cost.py: what an arm costs
 results.py     the document, which schema.json describes; verdict.py: what may be said; limits.py: what may not
-text.py        the page, of blocks.py, with pairs.py, losses.py, inside.py, tables.py, definitions.py and words.py
+text.py        the page, of blocks.py, with pairs.py, losses.py, inside.py, setting.py, tables.py, definitions.py and
+               words.py
 overview.py    several studies in one table, which overview.schema.json describes
 markdown.py    the page for a pull request
 html.py        the page for a browser, with template.html; figures.py, plots.py, svg.py: its figures

@@ -10,7 +10,10 @@ import numpy as np
 
 from retrofit.report.rates import precisions, rates
 from retrofit.report.read import Study
-from retrofit.report.runs import Layer, Probe, Run
+from retrofit.report.runs import Fault, Layer, Probe, Run
+
+_ROUNDING = 1.02
+"""How far above its bound a logit may come out in bfloat16."""
 
 
 def traces(study: Study) -> list[dict[str, Any]]:
@@ -81,6 +84,17 @@ def extremes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             largest["ever"] = None
         result.append({"arm": place[1], "precision": place[0], "lr": place[2], **largest})
     return result
+
+
+def beyond_bounds(study: Study) -> Iterable[Fault]:
+    """Logits above the bound that their norm sets, by more than rounding: the probe or the norm is then wrong."""
+    for run in study.runs:
+        for step, layer in ((probe.step, layer) for probe in run.probes for layer in probe.layers):
+            largest, bound = layer.logit_absmax, layer.logit_bound
+            if largest is not None and bound is not None and largest > _ROUNDING * bound:
+                told = f"has a logit of {largest:.4g} in {layer.site} at step {step}"
+                yield Fault(run.key.folder, f"{told}, above {bound:.4g}, the bound that its norm sets")
+                break
 
 
 def _places(study: Study) -> Iterable[tuple[dict[str, Any], list[Run], list[str]]]:

@@ -41,7 +41,7 @@ def _classes(cell: str, words: bool) -> Markup:
         for name, holds in (
             ("w", words),
             ("long", words and len(cell) > 36),
-            ("decided", cell in ("better", "worse")),
+            ("decided", cell in ("better", "worse", "practically equal")),
         )
         if holds
     ]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.report.blocks import Block, Figure, Page, Prose, Section, Table
-from retrofit.report.tables import arm_rows
-from retrofit.report.text import settings
+from retrofit.report.setting import arm_rows, settings
 from retrofit.report.words import NONE, accuracy, band, fixed, interval, listed, plural, points, rate, signed
 from retrofit.runfiles import BASELINE
 from retrofit.stats import FIRM_PAIRS
@@ -205,4 +204,4 @@ def _settings(study: Mapping[str, Any]) -> dict[str, str]:
     arms = {
         f"arms.{name}": f"{norm}{f', start {start}' if start != NONE else ''}" for name, norm, start in arm_rows(study)
     }
-    return dict(line.split("=", 1) for line in settings(recipe)) | arms
+    return dict(line.split("=", 1) for line in (settings(recipe) if recipe else ())) | arms

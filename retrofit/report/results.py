@@ -69,7 +69,9 @@ def build_report(run_dir: Path, margin: float | None = None) -> dict[str, Any]:
         "curves": [_curve(run) for run in study.runs if run.loss],
         "loss_differences": noise.loss_differences(study),
         "cost": cost(study),
-        "faults": [{"path": f.path, "reason": f.reason} for f in [*study.faults, *mismatched]],
+        "faults": [
+            {"path": f.path, "reason": f.reason} for f in (*study.faults, *mismatched, *attention.beyond_bounds(study))
+        ],
     }
     document["verdict"] = verdict(document)
     result: dict[str, Any] = plain(document)
@@ -144,6 +146,8 @@ def _run(run: Run, classes: int) -> dict[str, Any]:
         "folder": run.key.folder,
         "status": run.status,
         "diverged_at": count(result.get("diverged_at")),
+        "diverged_by": text(result.get("diverged_by")),
+        "nonfinite_steps": count(result.get("nonfinite_steps")),
         "test": _score(run, "test"),
         "validation": _score(run, "validation"),
         "counted_as": counted,

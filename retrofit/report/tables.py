@@ -13,6 +13,7 @@ from retrofit.report.words import (
     fixed,
     interval,
     number,
+    plural,
     points,
     rate,
     signed,
@@ -200,13 +201,12 @@ def runs(document: Document) -> Table:
     every = [*document["runs"], *({**r, "arm": TWIN} for r in document["twins"])]
     for r in sorted(every, key=lambda r: (r["precision"], r["lr"], r["seed"])):  # pairs stand together
         score = r["test"] or {}
-        status = f"diverged at step {r['diverged_at']}" if r["diverged_at"] is not None else r["status"]
         rows.append(
             (
                 arm_of(document, r),
                 rate(r["lr"]),
                 str(r["seed"]),
-                status,
+                _status(r),
                 accuracy(score.get("accuracy")),
                 fixed(score.get("loss")),
                 accuracy((r["validation"] or {}).get("accuracy")),
@@ -228,6 +228,14 @@ def runs(document: Document) -> Table:
         "Spikes, 1000",
     )
     return Table("Every run of the plan; spikes as a share of steps, by either rule", columns, tuple(rows), words=4)
+
+
+def _status(run: Mapping[str, Any]) -> str:
+    told = str(run["status"])
+    if run["diverged_at"] is not None:
+        told += f" at step {run['diverged_at']}" + (f", {run['diverged_by']}" if run["diverged_by"] else "")
+    left_out = run["nonfinite_steps"] if run["status"] == "finished" else None
+    return f"{told}, {plural(left_out, 'step')} not finite" if left_out else told
 
 
 def _share(value: float | None) -> str:
@@ -253,49 +261,3 @@ def cost(document: Document) -> Table:
         )
     columns = ("Arm", "Parameters", "Added", "ms a step", "Ratio", "Range (pairs)", "Images a second", "Memory")
     return Table("What an arm costs", columns, tuple(rows))
-
-
-def faults(document: Document) -> Table:
-    rows = tuple((f["path"], f["reason"]) for f in document["faults"])
-    return Table("Missing or wrong in the run folder", ("File or run", "What"), rows, words=2)
-
-
-def arms(document: Document) -> Table:
-    return Table("Arms", ("Arm", "QK-Norm", "Start"), tuple(arm_rows(document["study"])), words=3)
-
-
-def arm_rows(study: Document) -> list[tuple[str, str, str]]:
-    """Name, norm and start of each arm."""
-    return [
-        (a["name"], a["formula"] or (str(a["qk_norm"]) if a["qk_norm"] else "the model as it is"), a["init"] or NONE)
-        for a in study["arms"]
-    ]
-
-
-def not_matched(document: Document) -> Table:
-    """What differs between arms beside the norm, as the recipe allows."""
-    rows = [
-        (key, *(_setting(a["own"].get(key)) for a in document["study"]["arms"]))
-        for key in document["study"]["unmatched"]
-    ]
-    names = [a["name"] for a in document["study"]["arms"]]
-    return Table("Left unmatched by the recipe", ("Key of train", *names), tuple(rows), words=1 + len(names))
-
-
-def _setting(value: Any) -> str:
-    return "as the recipe" if value is None else " ".join(str(value).split())
-
-
-def setting(document: Document) -> list[Table]:
-    study = document["study"]
-    facts = [
-        ("command", " ".join(study["command"]) or NONE),
-        ("begun", study["created"] or NONE),
-        ("retrofit", study["retrofit_version"] or NONE),
-        *((k, v or NONE) for k, v in study["environment"].items() if k != "retrofit"),
-    ]
-    result = []
-    if study["splits"]:
-        rows = tuple((n, (s["sha256"] or NONE)[:16], number(s["images"], 9)) for n, s in study["splits"].items())
-        result.append(Table("Data", ("Split", "SHA-256 begins", "Images"), rows, words=2))
-    return [*result, Table("Environment", ("What", "Value"), tuple(facts), words=2)]

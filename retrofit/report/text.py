@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from retrofit.report import inside, losses, pairs, tables, trouble
-from retrofit.report.blocks import Block, Figure, Listing, Page, Points, Prose, Section
+from retrofit.report import inside, losses, pairs, setting, tables, trouble
+from retrofit.report.blocks import Block, Figure, Page, Points, Prose, Section
 from retrofit.report.definitions import DEFINITIONS, of_the_probes
 from retrofit.report.words import accuracy, fixed, joined, listed, plural, rate
 
@@ -29,7 +29,7 @@ def page(document: Mapping[str, Any]) -> Page:
         inside.attention(document),
         trouble.section(document),
         _cost(document),
-        _what_was_run(document),
+        setting.section(document),
         Section("method", "Definitions and sources", (Points(DEFINITIONS), *of_the_probes())),
     )
     return Page(
@@ -105,34 +105,3 @@ def _cost(document: Mapping[str, Any]) -> Section:
         f"ratio. {' '.join(memory[s] for s in sorted(sources & set(memory)))}"
     ).strip()
     return Section("cost", "Cost", (tables.cost(document), Prose(note)))
-
-
-def _what_was_run(document: Mapping[str, Any]) -> Section:
-    study = document["study"]
-    blocks: list[Block] = [
-        Prose(f"{study['runs_counted']} of {plural(study['runs_planned'], 'planned run')} have a result."),
-    ]
-    if document["faults"]:
-        blocks.append(tables.faults(document))
-    if study["unmatched"]:
-        blocks.append(tables.not_matched(document))
-    blocks += [tables.arms(document), *tables.setting(document)]
-    if study["recipe"]:
-        blocks.append(Listing("The resolved recipe, as overrides", tuple(settings(study["recipe"]))))
-    return Section("setting", "What was run", tuple(blocks))
-
-
-def settings(value: Any, path: str = "") -> list[str]:
-    """A mapping as `key.sub=value` lines, as `retrofit pair` takes them."""
-    if isinstance(value, Mapping) and value:
-        return [line for k, v in value.items() for line in settings(v, f"{path}.{k}" if path else str(k))]
-    if isinstance(value, list):
-        return [f"{path}=[{', '.join(_scalar(v) for v in value)}]"]
-    return [f"{path}={_scalar(value)}"]
-
-
-def _scalar(value: Any) -> str:
-    shown = {None: "null", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return shown[value]
-    return "{}" if value == {} else " ".join(f"{value:g}".split() if isinstance(value, float) else str(value).split())
