@@ -262,6 +262,24 @@ def test_arguments_reach_the_optimizer() -> None:
         optimizer_of(model, Train(optimizer_args={"nonsense": 1}), 1e-3)
 
 
+def test_a_cpu_has_the_optimizer_in_one_kernel_unless_told_otherwise() -> None:
+    """The same update: AdamW with and without, from the same gradients."""
+    one, other = tiny_timm(depth=1), tiny_timm(depth=1)
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for model, arguments in ((one, {}), (other, {"foreach": False})):
+        optimizer = optimizer_of(model, Train(optimizer_args=arguments), 1e-2)
+        assert optimizer.param_groups[0]["fused"] == (not arguments or None)
+        for _ in range(3):
+            model(images).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in one.state_dict().items():
+        if "qkv.bias" not in name:
+            torch.testing.assert_close(value, other.state_dict()[name], atol=1e-5, rtol=1e-4)
+    assert optimizer_of(one, Train(), 1e-2, device="cuda").param_groups[0]["fused"] is None
+    assert "fused" not in optimizer_of(one, Train(optimizer="lion"), 1e-2).param_groups[0]
+
+
 def test_muon_leaves_head_tokens_and_norms_to_adamw() -> None:
     model = tiny_timm()
     fallback = {

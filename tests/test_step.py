@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_hf
-from tiny_study import QK_NORM, content, write_hf, write_images
+from tiny_study import content, write_hf, write_images
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import ZOO
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path, folder: Path, dropout: bool = False, arms: Any = None, hf: bool = False, **train: Any) -> Path:
     """Runs a tiny study to its end; with `dropout` and drop path in the model."""
     document = content(data, **train)
-    document["arms"] = arms or {"baseline": {}, "retrofit": {"qk_norm": QK_NORM}}
+    document["arms"] = arms or document["arms"]
     if hf:
         document["model"] = f"hf:{write_hf(folder.parent / 'hf-checkpoint')}"
     if dropout:
@@ -283,8 +283,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(PARTS))
-@pytest.mark.parametrize("parts", [2, 3, 100])
+@pytest.mark.parametrize(("case", "parts"), [*((case, 3) for case in PARTS), ("plain", 2), ("odd", 100)])
 def test_a_batch_in_parts_is_the_whole_batch(data: Path, tmp_path: Path, case: str, parts: int) -> None:
     run(data, tmp_path / "whole", steps=6, **PARTS[case])
     run(data, tmp_path / "parts", steps=6, accumulate=parts, **PARTS[case])
@@ -356,8 +355,7 @@ def test_a_model_without_checkpointing_says_so(monkeypatch: pytest.MonkeyPatch) 
         family_of(model).checkpoint_gradients(model)
 
 
-@pytest.mark.parametrize("hf", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "hf"), [("eager", False), ("aot_eager", False), ("aot_eager", True)])
 def test_compiled_arms_compute_the_same_and_are_probed(data: Path, tmp_path: Path, backend: str, hf: bool) -> None:
     run(data, tmp_path / "plain", dropout=not hf, hf=hf, steps=3)
     run(data, tmp_path / "compiled", dropout=not hf, hf=hf, steps=3, compile=backend)

@@ -99,7 +99,7 @@ class ArmRun:
             attention = "fused"
         if train.grad_checkpointing:
             family_of(model).checkpoint_gradients(model)
-        optimizer = optimizer_of(model, train, key.lr)
+        optimizer = optimizer_of(model, train, key.lr, accelerator.device.type)
         schedule = schedule_of(optimizer, train, key.lr, steps)
         eager, optimizer = accelerator.prepare(Classifier(model.train()), optimizer)
         folder, main = run_dir / key.folder, accelerator.is_main_process

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
@@ -102,14 +103,20 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     return {name: 0 if i < start else layers[name] - first + 1 for i, name in enumerate(names)}
 
 
-def optimizer_of(model: nn.Module, train: Train, lr: float) -> Optimizer:
-    """The recipe's optimizer over `parameter_groups`. Raises RetrofitError where it cannot be had."""
+def optimizer_of(model: nn.Module, train: Train, lr: float, device: str = "cpu") -> Optimizer:
+    """The recipe's optimizer over `parameter_groups`, for weights on a kind of device.
+
+    Raises RetrofitError where it cannot be had.
+    """
+    chosen = {"fused", "foreach"} & {*train.optimizer_args}
     try:
+        kernel = {"fused": True} if device == "cpu" and not chosen and _has_fused(train.optimizer) else {}
         optimizer: Optimizer = create_optimizer_v2(
             parameter_groups(model, train),
             opt=train.optimizer,
             lr=lr,
             weight_decay=train.weight_decay,
+            **kernel,
             **train.optimizer_args,
         )
     except (ValueError, AssertionError, ImportError) as error:
@@ -140,6 +147,12 @@ def schedule_of(optimizer: Optimizer, train: Train, lr: float, steps: int) -> Sc
     )
     assert isinstance(schedule, Scheduler)
     return schedule
+
+
+def _has_fused(name: str) -> bool:
+    """Whether torch has the optimizer in one kernel: on CPUs it takes half to a fifth of the time."""
+    kind = get_optimizer_class(name.lower().rpartition("_")[2], bind_defaults=False)  # lookahead_adamw is AdamW inside
+    return "fused" in inspect.signature(kind).parameters
 
 
 def _attention(model: nn.Module) -> Iterator[nn.Module]:
