@@ -103,11 +103,20 @@ def parser(**handlers: Handler) -> argparse.ArgumentParser:
     sub.add_argument("run_dir", metavar="RUN_DIR|DIR", type=Path)
     sub.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     sub.add_argument(
-        "--to", choices=["retrofit"], default="retrofit", help="layout (default: a folder for retrofit.load)"
+        "--to",
+        choices=["retrofit", "timm", "hf", "onnx"],
+        default="retrofit",
+        help="whose layout: retrofit.load's (default), timm's, transformers' with a modeling file, or an ONNX graph",
     )
     sub.add_argument("--arm", metavar="NAME", help="default: the first that is not the baseline")
     sub.add_argument("--seed", metavar="N", type=int, help="default: the first that finished")
     sub.add_argument("--lr", metavar="LR", type=float, help="default: the arm's best by validation loss")
+    sub.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="the moving average of the weights, or not (default: the average where the recipe kept one)",
+    )
+    sub.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="of the weights (default: as saved)")
     sub.add_argument(
         "--finish-ramp",
         action="store_true",
@@ -115,6 +124,6 @@ def parser(**handlers: Handler) -> argparse.ArgumentParser:
     )
     force(sub)
 
-    sub = command("verify", "prove that an export computes what it should; exit 3 if not")
+    sub = command("verify", "prove that an export, of any target, computes what it should; exit 3 if not")
     sub.add_argument("dir", metavar="DIR", type=Path)
     return parser

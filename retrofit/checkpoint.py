@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -124,15 +125,31 @@ def write_model(
     *,
     about: Mapping[str, Any] | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    **more: Any,
 ) -> None:
-    """retrofit.safetensors and retrofit.json, which lists every file that lies in `folder` by its hash."""
-    model = unwrapped(model)
-    family = family_of(model)
-    spec = spec_of(model)
-    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in (weights or model.state_dict()).items()}
+    """retrofit.safetensors and retrofit.json, which tells `more` too."""
+    tensors = plain_tensors(weights or unwrapped(model).state_dict())
     safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    prints = {name: fingerprint({name: tensor}) for name, tensor in tensors.items()}
+    write_manifest(model, folder, about=about, tensors=prints, **more)
+
+
+def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict as safetensors takes it: on the CPU, contiguous, none sharing memory with another."""
+    return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+
+
+def write_manifest(model: nn.Module, folder: Path, *, about: Mapping[str, Any] | None, **more: Any) -> None:
+    """retrofit.json, which says what the model is and lists every file that lies in `folder` by its hash.
+
+    Args:
+        more: what else it shall tell.
+    """
+    model = unwrapped(model)
+    family, spec = family_of(model), spec_of(model)
     manifest = {
         "format": FORMAT,
+        "loader": "retrofit",
         "library": family.library,
         "model": family.config(model),
         "qk_norm": None if spec is None else asdict(spec),
@@ -141,6 +158,7 @@ def write_model(
         "labels": family.labels(model),
         "versions": versions(),
         "about": about or {},
+        **more,
         "files": {p.name: file_hash(p) for p in sorted(folder.iterdir()) if p.name != MANIFEST},
     }
     write_json(folder / MANIFEST, {**manifest, "seal": seal(manifest)})
@@ -161,20 +179,17 @@ def load(folder: str | Path) -> nn.Module:
     manifest = read_manifest(folder)
     if manifest["seal"] != seal(manifest):
         raise CheckpointError(f"{folder / MANIFEST} has been changed since it was written")
-    for name, digest in manifest["files"].items():
+    if manifest["loader"] != "retrofit":
+        raise CheckpointError(f"{folder} is an export for {manifest['loader']}; its README.md says how to load it")
+    for name in manifest["files"]:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not whole: {name} is missing")
-        if name == WEIGHTS and file_hash(folder / name) != digest:
-            raise CheckpointError(f"{folder / name} is not the file that was written: its hash differs")
+    tensors = _weights(folder, manifest["tensors"])
     try:
-        family = family_named(manifest["library"])
-        model = family.build(manifest["model"])
-        if manifest["qk_norm"] is not None:
-            insert_blank(model, QKNorm(**manifest["qk_norm"]))
+        family, model = family_named(manifest["library"]), blank(manifest)
         placed = [site.name for site in sites_of(model)[0] if site.norms is not None]
         if placed != manifest["sites"]:
             raise CheckpointError(f"{folder}: the norms belong at other places than this version puts them")
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
         model.load_state_dict(tensors, strict=True, assign=True)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         if len(dtypes) == 1:  # also of what a state dict leaves out, such as RoPE's frequencies
@@ -189,8 +204,62 @@ def load(folder: str | Path) -> nn.Module:
         raise CheckpointError(
             f"{folder} does not fit together: {reason} (written with {written}, here {here})"
         ) from error
+    _warn_of_versions(folder, manifest)
     result: nn.Module = model.eval()
     return result
+
+
+def blank(manifest: Mapping[str, Any]) -> Any:
+    """The model that a manifest describes, norms included, with weights to be loaded. Raises RetrofitError."""
+    model = family_named(manifest["library"]).build(manifest["model"])
+    if manifest["qk_norm"] is not None:
+        insert_blank(model, QKNorm(**manifest["qk_norm"]))
+    return model
+
+
+def _weights(folder: Path, written: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of retrofit.safetensors. Raises CheckpointError with the names of those that were not written."""
+    changed = f"{folder / WEIGHTS} is not the file that was written"
+    try:
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{changed}, and cannot be read: {error}") from error
+    found = {name: fingerprint({name: tensor}) for name, tensor in tensors.items()}
+    wrong: dict[str, list[str]] = {}
+    for name in sorted({*found, *written}):
+        if found.get(name) != written.get(name):
+            part = "norms" if name.split(".")[-2:-1] in (["q_norm"], ["k_norm"]) else "base"
+            what = "missing" if name not in found else "added" if name not in written else "other values"
+            wrong.setdefault(part, []).append(f"{name} ({what})")
+    if wrong:
+        told = (
+            f"{len(names)} of the {part}: {', '.join(names[:3])}{', …' if names[3:] else ''}"
+            for part, names in wrong.items()
+        )
+        raise CheckpointError(f"{changed}: tensors differ, {'; '.join(told)}")
+    return tensors
+
+
+def _warn_of_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """A folder that another version of its library wrote may compute something else; only a proof can tell."""
+    library = "transformers" if manifest["library"] == "timm_wrapper" else manifest["library"]
+    here, there = versions(), manifest.get("versions")
+    then = there.get(library) if isinstance(there, dict) else None
+    if then is not None and then != here[library]:
+        warnings.warn(
+            f"{folder} was written with {library} {then}, and this is {here[library]}: "
+            f"`retrofit verify {folder}` tells whether it computes the same",
+            stacklevel=3,
+        )
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """sha256 over the names, shapes and values of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -201,13 +270,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(folder / MANIFEST)
     except RetrofitError as error:
         raise CheckpointError(str(error)) from None
-    needed = {"seal", "format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
+    needed = {"seal", "format", "loader", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"}
     whole = isinstance(manifest, dict) and needed <= manifest.keys()
     listed = whole and isinstance(manifest["files"], dict) and isinstance(manifest["labels"], list)
     if not (listed and all(isinstance(label, str) for label in manifest["labels"])):
         raise CheckpointError(f"{folder / MANIFEST} is not what retrofit writes")
-    if WEIGHTS not in manifest["files"]:
-        raise CheckpointError(f"{folder / MANIFEST} does not name {WEIGHTS}")
+    ours = manifest["loader"] == "retrofit"
+    if ours and not (WEIGHTS in manifest["files"] and isinstance(manifest.get("tensors"), dict)):
+        raise CheckpointError(f"{folder / MANIFEST} does not name {WEIGHTS} and its tensors")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{folder} has format {manifest['format']}; this version reads {FORMAT}")
     return dict(manifest)

@@ -240,9 +240,12 @@ def _export(args: argparse.Namespace) -> int:
     findings = export_run(
         args.run_dir,
         args.output,
+        to=args.to,
         arm=args.arm,
         seed=args.seed,
         lr=args.lr,
+        ema=args.ema,
+        dtype=args.dtype,
         finish_ramp=args.finish_ramp,
         force=args.force,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from accelerate import PartialState
 from torch import nn
 
 from retrofit import runfiles
-from retrofit.checkpoint import versions
+from retrofit.checkpoint import fingerprint, versions
 from retrofit.data import Splits
 from retrofit.errors import RecipeError
 from retrofit.recipe import Recipe, plain
@@ -40,7 +39,7 @@ def check_contents(run_dir: Path, splits: Splits, original: nn.Module) -> dict[s
     """What identifies images and weights. Raises RecipeError where the folder holds a study of others."""
     found = {name: getattr(splits, name) for name in ("train", "validation", "test")}
     data = {name: {"images": len(images), "sha256": images.fingerprint()} for name, images in found.items()}
-    weights = _weights(original)
+    weights = fingerprint(original.state_dict())
     earlier = _earlier(run_dir)
     then = table(earlier.get("data"))
     changed = [name for name, now in data.items() if then.get(name, now) != now]
@@ -87,15 +86,6 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}{key}.").items()}
     return {path.rstrip("."): value}
-
-
-def _weights(model: nn.Module) -> str:
-    """sha256 over the names and values of a state dict."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _environment() -> dict[str, Any]:

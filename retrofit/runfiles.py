@@ -11,6 +11,7 @@
         predictions.npz                 logits, labels and ids of validation and test
         result.json                     written last: a run that has it is finished
         final/                          weights, loadable with retrofit.load
+        without-ema/                    the weights that final/ is the moving average of, where the recipe keeps one
         last/                           what an unfinished run goes on from
         failure.json                    the fault that ended it; gone once the run is started again
 
@@ -46,6 +47,7 @@ PROBES = "probes.jsonl"
 PREDICTIONS = "predictions.npz"
 RESULT = "result.json"
 FINAL = "final"
+WITHOUT_EMA = "without-ema"
 LAST = "last"
 FAILURE = "failure.json"
 

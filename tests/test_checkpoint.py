@@ -26,7 +26,7 @@ LABELS = ["ant", "bee", "cat", "dog", "eel"]
 def normed(kind: str, name: str | None, images: torch.Tensor):
     model = sharpen(MAKERS[kind]())
     if name:
-        insert_qk_norm(model, QKNorm.preset(name, layers=(0, -1)), images)
+        insert_qk_norm(model, QKNorm.preset(name, layers=(0, -1)), images, init="match")
         with torch.no_grad():
             for key, p in model.named_parameters():
                 if "_norm." in key and "attn" in key + "attention":
@@ -209,7 +209,9 @@ def test_one_flipped_bit_is_noticed(saved: Path) -> None:
     content = bytearray((saved / WEIGHTS).read_bytes())
     content[-1] ^= 1
     (saved / WEIGHTS).write_bytes(content)
-    damaged(saved, f"{WEIGHTS} is not the file that was written")
+    damaged(
+        saved, f"{WEIGHTS} is not the file that was written: tensors differ, 1 of the (base|norms): .* .other values"
+    )
 
 
 def test_files_cut_off_or_gone(saved: Path) -> None:
@@ -240,11 +242,14 @@ SEALED = pytest.mark.parametrize("sealed", [False, True], ids=["", "sealed"])
 
 
 @SEALED
-@pytest.mark.parametrize("key", ["format", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"])
+@pytest.mark.parametrize(
+    "key", ["format", "loader", "library", "model", "qk_norm", "sites", "preprocess", "labels", "files"]
+)
 @pytest.mark.parametrize("value", [..., 5, "x", {"x": 5}, [5]], ids=["gone", "number", "text", "mapping", "list"])
 def test_a_changed_manifest_is_noticed(saved: Path, key: str, value, sealed: bool) -> None:
     rewritten(saved, sealed, **{key: value})
     deeper = "is not what retrofit writes|does not name|has format|other places|does not fit together|no library known"
+    deeper += "|is an export for"
     damaged(saved, deeper if sealed else f"{CHANGED}|is not what retrofit writes|does not name|has format")
 
 
@@ -314,6 +319,30 @@ def test_weights_that_lack_a_norm_are_noticed_even_with_a_right_hash(saved: Path
     save_file({k: v for k, v in tensors.items() if k != gone}, saved / WEIGHTS)
     rewritten(saved, True, files={WEIGHTS: file_hash(saved / WEIGHTS)})
     damaged(saved, gone)
+    written = json.loads((saved / MANIFEST).read_text())["tensors"]
+    rewritten(saved, True, tensors={k: v for k, v in written.items() if k != gone})
+    damaged(saved, gone)
+
+
+def test_what_is_wrong_with_the_weights_is_explained(saved: Path) -> None:
+    tensors = load_file(saved / WEIGHTS)
+    tensors["blocks.0.attn.q_norm.weight"] += 1
+    tensors["norm.bias"] += 1
+    tensors["more"] = tensors.pop("head.bias")
+    save_file(tensors, saved / WEIGHTS)
+    norms = r"1 of the norms: blocks.0.attn.q_norm.weight \(other values\)"
+    base = r"3 of the base: head.bias \(missing\), more \(added\), norm.bias \(other values\)"
+    damaged(saved, f"{norms}; {base}|{base}; {norms}")
+
+
+def test_another_version_of_the_library_is_told_of(saved: Path) -> None:
+    load(saved)  # without a warning
+    versions = json.loads((saved / MANIFEST).read_text())["versions"]
+    rewritten(saved, True, versions={**versions, "transformers": "4.0"})
+    load(saved)  # another library's version is of no importance
+    rewritten(saved, True, versions={**versions, "timm": "0.9"})
+    with pytest.warns(UserWarning, match="written with timm 0.9, and this is .*retrofit verify"):
+        load(saved)
 
 
 # Where it writes.

@@ -15,9 +15,9 @@ from made_run import folder_of, make_run
 from tiny_study import content, write_images
 
 import retrofit
-from retrofit.checkpoint import file_hash, seal
+from retrofit.checkpoint import file_hash, fingerprint, seal
 from retrofit.errors import CheckpointError, RetrofitError
-from retrofit.export import Proof, export_model, export_run, folder, verify
+from retrofit.export import Proof, export_model, export_run, folder, runs, verify
 from retrofit.pair import run_pair
 from retrofit.recipe import parse
 from retrofit.runfiles import read_json
@@ -134,7 +134,7 @@ def test_a_folder_in_the_way_is_refused_before_the_model_is_loaded(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    monkeypatch.setattr(folder, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(runs, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(RetrofitError, match="did not write"):
         export_run(exported, tmp_path)
 
@@ -188,7 +188,8 @@ def rewrite(name: str, key: str) -> Tamper:
         tensors = safetensors.torch.load_file(place / name)
         tensors[key] = tensors[key] * 1.01 + 0.01
         safetensors.torch.save_file(tensors, place / name, metadata={"format": "pt"})
-        edit(lambda m: m["files"].update({name: file_hash(place / name)}))(place, sealed)
+        known = {key: fingerprint({key: tensors[key]})} if name == "retrofit.safetensors" else {}
+        edit(lambda m: (m["files"].update({name: file_hash(place / name)}), m["tensors"].update(known)))(place, sealed)
 
     return apply
 
@@ -292,8 +293,8 @@ def test_what_retrofit_did_not_write_is_a_users_mistake(exported: Path, tmp_path
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The folder of a made run that `export_run` takes."""
     taken: list[Path] = []
-    monkeypatch.setattr(folder, "load", lambda path: taken.append(path))
-    monkeypatch.setattr(folder, "export_model", lambda model, place, **given: [json.dumps(given["about"])])
+    monkeypatch.setattr(runs, "load", lambda path: taken.append(path))
+    monkeypatch.setattr(runs, "export_model", lambda model, place, **given: [json.dumps(given["about"])])
 
     def choose(run_dir: Path, **given: Any) -> str:
         taken.clear()

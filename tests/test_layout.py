@@ -24,7 +24,7 @@ for _i, _room in enumerate(TRUNK):
     MAY[_room] = BASE | set(TRUNK[:_i])
 MAY["diagnose"] = BASE
 MAY["report"] = BASE | {"diagnose"}
-MAY["export"] = MAY["checkpoint"] | {"checkpoint"}
+MAY["export"] = MAY["data"] | {"data"}
 MAY["tables"] = BASE | set(TRUNK)
 MAY["assets"] = set()
 MAY["arguments"] = BASE | {"qknorm"}

@@ -163,3 +163,25 @@ ZOO: dict[str, Animal] = {
         drop=tuple(_SMALL),
     ),
 }
+
+
+CLASSIFIERS: dict[str, Callable[[], Any]] = {
+    **{
+        f"timm_{name}": ZOO[name].build
+        for name in ("vit", "deit_distilled", "dinov2", "siglip", "relpos", "eva02", "dinov3", "parallel_things")
+    },
+    "hf_vit": ZOO["hf_vit"].build,
+    "hf_deit": ZOO["hf_deit"].build,
+    "hf_dinov2": ZOO["hf_dinov2"].build,
+    "hf_dinov2_registers": ZOO["hf_dinov2_registers"].build,
+    "hf_dinov3": ZOO["hf_dinov3"].build,
+    "hf_siglip": _hf(
+        "SiglipForImageClassification", "SiglipConfig", drop=tuple(_SMALL), vision_config=_SMALL, num_labels=5
+    ).build,
+    "hf_clip": _hf(
+        "CLIPForImageClassification", "CLIPConfig", drop=tuple(_SMALL), vision_config=_SMALL, num_labels=5
+    ).build,
+    "hf_beit": ZOO["hf_beit"].build,
+    "hf_timm_wrapper": ZOO["hf_timm_wrapper"].build,
+}
+"""Models to export: classifiers, and DINOv3, for which transformers has none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from retrofit.export.folder import export_model, export_run
+from retrofit.export.folder import Target, export_model
 from retrofit.export.proof import Proof, verify
+from retrofit.export.runs import export_run
 
-__all__ = ["Proof", "export_model", "export_run", "verify"]
+__all__ = ["Proof", "Target", "export_model", "export_run", "verify"]

@@ -1,25 +1,28 @@
-"""The target `retrofit`: a folder for retrofit.load, with labels, preprocessing, a proof and a model card."""
+"""Writes a model for one target, and proves it before it is announced."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from retrofit import runfiles
-from retrofit.checkpoint import MANIFEST, load, read_manifest, saving, write_model
-from retrofit.errors import CheckpointError, RetrofitError, nearest
+from retrofit.checkpoint import saving, write_manifest, write_model
+from retrofit.data import eval_batches, open_images
+from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.export.card import model_card
 from retrofit.export.proof import prove_in_fresh_process, write_fixture
-from retrofit.models import family_of
+from retrofit.export.to_hf import write_hf
+from retrofit.export.to_onnx import check_onnx, write_onnx
+from retrofit.export.to_timm import native_settings, native_timm, write_native, write_refused
+from retrofit.models import family_of, unwrapped
 from retrofit.models.preprocess import Preprocess
 from retrofit.norms import end_ramp, ramp_of
-from retrofit.runfiles import read_json, write_text
+from retrofit.runfiles import write_text
 
+Target = Literal["retrofit", "timm", "hf", "onnx"]
 _PROOF_IMAGES = 4
 
 
@@ -29,14 +32,19 @@ def export_model(
     *,
     about: Mapping[str, Any],
     images: Tensor | None = None,
+    to: Target = "retrofit",
+    dtype: torch.dtype | None = None,
     finish_ramp: bool = False,
     force: bool = False,
 ) -> list[str]:
-    """Writes a model as a folder, proves it in a fresh process, and returns what the proof found.
+    """Writes a model as a folder, proves it in a fresh process, and returns what the proof found, with how to load it.
 
     Args:
         about: where the model comes from, as retrofit.json and the model card tell it.
-        images: preprocessed [B, 3, H, W] for the proof; made-up ones where None.
+        images: preprocessed [B, 3, H, W] for the proof; of the embedded set where None.
+        to: whose layout. `timm` where timm cannot express the model is a folder that timm refuses and retrofit.load
+            reads; what stands in the way is among the findings.
+        dtype: of the weights, norms included; None keeps the model's. The model itself is converted.
         finish_ramp: writes a model whose norms are still coming in with the whole norm, which is another function.
 
     Raises RetrofitError for such a model otherwise, and CheckpointError where the folder does not compute what the
@@ -49,93 +57,69 @@ def export_model(
             "or export with --finish-ramp, which puts them at their end and so changes what the model computes"
         )
     end_ramp(model)
-    sample = images[:_PROOF_IMAGES] if images is not None else _noise(family_of(model).preprocess(model))
-    with saving(folder, force=force) as scratch:
-        write_fixture(model, sample, scratch)
-        write_text(scratch / "README.md", model_card(model, about))
-        write_model(model, scratch, about=about)
+    if dtype is not None:
+        model.to(dtype)
+    findings = write_export(model, folder, about=about, images=images, to=to, force=force)
     proof = prove_in_fresh_process(folder)
     if not proof.ok:
         raise CheckpointError(f"the export in {folder} is not sound: {'; '.join(proof.findings)}")
-    return proof.findings
+    return [*findings, *proof.findings]
 
 
-def export_run(
-    run_dir: Path,
+def write_export(
+    model: nn.Module,
     folder: Path,
     *,
-    arm: str | None = None,
-    seed: int | None = None,
-    lr: float | None = None,
-    finish_ramp: bool = False,
+    about: Mapping[str, Any],
+    images: Tensor | None = None,
+    to: Target = "retrofit",
     force: bool = False,
 ) -> list[str]:
-    """Exports a fine-tuned model of a run folder, or copies a folder that retrofit wrote.
-
-    Args:
-        arm: None: the first that is not the baseline.
-        seed: None: the plan's first that finished.
-        lr: None: the arm's best by mean validation loss over its seeds.
-        finish_ramp: as for `export_model`.
-
-    Raises RetrofitError where there is no such finished run.
-    """
-    runfiles.check_free(folder, MANIFEST, force)
-    if (run_dir / MANIFEST).is_file():
-        about = read_manifest(run_dir).get("about", {})
-        return export_model(load(run_dir), folder, about=about, finish_ramp=finish_ramp, force=force)
-    result = _choose(run_dir, arm, seed, lr)
-    manifest = read_json(run_dir / runfiles.MANIFEST)
-    about = {
-        "base": manifest["recipe"]["model"]["source"],
-        "data": manifest["recipe"]["data"]["source"],
-        **{k: result[k] for k in ("arm", "lr", "seed", "precision", "steps", "validation", "test")},
-    }
-    insertion = run_dir / result["arm"] / runfiles.INSERTION
-    if insertion.is_file():
-        record = read_json(insertion)
-        about |= {k: record[k] for k in ("init", "calibration_images", "shock")}
-    return export_model(load(run_dir / result["folder"] / runfiles.FINAL), folder, about=about, force=force)
+    """`export_model` without the proof."""
+    model = unwrapped(model)
+    check_target(to, next(p.dtype for p in model.parameters() if p.is_floating_point()))
+    sample = _images(family_of(model).preprocess(model)) if images is None else images
+    with saving(folder, force=force) as scratch:
+        return _write(model, scratch, to, about, sample[:_PROOF_IMAGES])
 
 
-def _choose(run_dir: Path, arm: str | None, seed: int | None, lr: float | None) -> dict[str, Any]:
-    """The result.json of the run that is meant, with its folder."""
-    if not (run_dir / runfiles.MANIFEST).is_file():
-        raise RetrofitError(f"{run_dir} is neither a run folder ({runfiles.MANIFEST}) nor a checkpoint ({MANIFEST})")
-    plan = read_json(run_dir / runfiles.MANIFEST)["plan"]
-    arms = list(dict.fromkeys(key["arm"] for key in plan))
-    if arm is None:
-        arm = next((a for a in arms if a != "baseline"), arms[0])
-    if arm not in arms:
-        raise RetrofitError(f"there is no arm {arm}{nearest(arm, arms)} (arms: {', '.join(arms)})")
-    finished = []
-    for key in plan:
-        path = run_dir / key["folder"] / runfiles.RESULT
-        if key["arm"] == arm and path.is_file():
-            result = read_json(path)
-            if result["status"] == "finished":
-                finished.append({**result, "folder": key["folder"]})
-    if not finished:
-        diverged = [
-            k["folder"] for k in plan if k["arm"] == arm and (run_dir / k["folder"] / runfiles.RESULT).is_file()
-        ]
-        why = "every one that ended diverged" if diverged else "`retrofit pair` goes on with them"
-        raise RetrofitError(f"no run of arm {arm} in {run_dir} has finished: {why}")
-    runs = Counter(r["lr"] for r in finished)
-    lrs = [rate for rate, count in runs.items() if count == max(runs.values())]  # a rate half diverged is no best one
-
-    def mean_loss(rate: float) -> float:
-        losses = [r["validation"]["loss"] for r in finished if r["lr"] == rate]
-        return float(sum(losses) / len(losses))
-
-    rate = min(lrs, key=mean_loss) if lr is None else lr
-    for result in finished:
-        if result["lr"] == rate and (seed is None or result["seed"] == seed):
-            return result
-    there = ", ".join(f"lr {r['lr']:g} seed {r['seed']}" for r in finished)
-    raise RetrofitError(f"arm {arm} has no finished run with lr {rate:g} and seed {seed}; there are: {there}")
+def check_target(to: str, dtype: torch.dtype = torch.float32) -> None:
+    """Raises RetrofitError for a target that is none, or that cannot be written or proven here."""
+    if to not in get_args(Target):
+        raise RetrofitError(f"to={to!r} is not one of {', '.join(get_args(Target))}")
+    if to == "onnx":
+        check_onnx(dtype)
 
 
-def _noise(preprocess: Preprocess) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(_PROOF_IMAGES, 3, preprocess.image_size, preprocess.image_size, generator=generator)
+def _write(model: nn.Module, folder: Path, to: Target, about: Mapping[str, Any], images: Tensor) -> list[str]:
+    """Everything that the folder holds; returns what the user should know of it."""
+    said = write_fixture(model, images, folder)
+    family, loader, findings = family_of(model), "retrofit", []
+    if to == "hf":
+        write_hf(model, folder)
+        loader = "transformers"
+    elif to == "onnx":
+        write_onnx(model, folder, images)
+        loader = "onnxruntime"
+    elif to == "timm":
+        native, obstacles = native_timm(model)
+        if native is not None:
+            write_native(native, folder, list(family.labels(model)))
+            loader = "timm"
+        else:
+            write_refused(model, folder)
+            settings = native_settings(model)
+            native_with = f"; native would be: {settings}" if settings else ""
+            findings += [f"timm cannot express this model: {'; '.join(obstacles)}{native_with}"]
+            findings += [f'timm refuses the folder; retrofit.load("{folder.name}") loads it']
+    more = {"target": to, **said}
+    write_text(folder / "README.md", model_card(model, about, to, loader, said))
+    if loader == "retrofit":
+        write_model(model, folder, about=about, **more)
+    else:
+        write_manifest(model, folder, about=about, loader=loader, **more)
+    return findings
+
+
+def _images(preprocess: Preprocess) -> Tensor:
+    return next(eval_batches(open_images("nano", _PROOF_IMAGES), preprocess, _PROOF_IMAGES)).pixels

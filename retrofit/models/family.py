@@ -69,6 +69,10 @@ class Family(ABC):
     def forward(self, model: nn.Module, images: Tensor) -> Any:
         """Runs the model as its library means it to be run, and returns what it returns."""
 
+    def call(self, model: nn.Module, images: Tensor) -> dict[str, Any]:
+        """What `forward` passes beside these images."""
+        return {}
+
     @abstractmethod
     def logits(self, model: nn.Module, images: Tensor) -> Tensor | None:
         """Class logits [B, K], or None for a model without a classification head."""

@@ -125,10 +125,13 @@ class TransformersFamily(Family):
             return cls(AutoConfig.for_model(**config["config"]))
 
     def forward(self, model: Any, images: Tensor) -> Any:
+        return model(pixel_values=images, **self.call(model, images))
+
+    def call(self, model: Any, images: Tensor) -> dict[str, Any]:
         # ViT and its kin resample position embeddings only when asked to; DINOv2 does by itself.
         asked = "interpolate_pos_encoding" in inspect.signature(type(model).forward).parameters
-        resample = asked and images.shape[-1] != model.config.image_size
-        return model(pixel_values=images, **({"interpolate_pos_encoding": True} if resample else {}))
+        resample = asked and images.shape[-1] != _vision(model.config).image_size
+        return {"interpolate_pos_encoding": True} if resample else {}
 
     def logits(self, model: Any, images: Tensor) -> Tensor | None:
         return self.forward(model, images).logits if self.head(model) is not None else None
@@ -144,7 +147,7 @@ class TransformersFamily(Family):
         return sum(p.shape[1] if p.ndim == 3 else 1 for p in found)
 
     def token_count(self, model: Any) -> int | None:
-        patch = _side(getattr(model.config, "patch_size", None))
+        patch = _side(getattr(_vision(model.config), "patch_size", None))
         side = self.preprocess(model).image_size
         return None if patch is None else (side // patch) ** 2 + self.prefix_tokens(model)
 
@@ -170,7 +173,7 @@ class TransformersFamily(Family):
         known = getattr(model, "retrofit_preprocess", None)
         if isinstance(known, Preprocess):
             return known
-        size = getattr(model.config, "image_size", None)
+        size = getattr(_vision(model.config), "image_size", None)
         request = Request(source=model.name_or_path, name=model.name_or_path, image_size=None)
         return _preprocess_of(request, model.config) if request.name else _preprocess_from({}, size)
 
@@ -285,7 +288,7 @@ def _preprocess_of(request: Request, config: Any) -> Preprocess:
         content, _ = BaseImageProcessor.get_image_processor_dict(request.name)
     except OSError:
         content = {}
-    return _preprocess_from(content, getattr(config, "image_size", None), request.image_size)
+    return _preprocess_from(content, getattr(_vision(config), "image_size", None), request.image_size)
 
 
 def _preprocess_from(content: Mapping[str, Any], model_size: Any, asked: int | None = None) -> Preprocess:
@@ -298,6 +301,11 @@ def _preprocess_from(content: Mapping[str, Any], model_size: Any, asked: int | N
         interpolation=_RESAMPLE.get(content.get("resample", 3), "bicubic"),
         crop_pct=crop / resize if crop else 1.0,
     )
+
+
+def _vision(config: Any) -> Any:
+    """The image tower's part of a configuration, which may describe a text tower too."""
+    return getattr(config, "vision_config", config)
 
 
 def _side(size: Any) -> int | None:

@@ -36,7 +36,11 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
         results, arrays = _evaluated(arm, splits, preprocess)
         if any(results[name]["loss"] is None for name in ("validation", "test")):
             arm.diverged_at, arm.diverged_by = steps, "evaluation"
-    weights = {name: whole(value) for name, value in arm.result_model.state_dict().items()} if arm.alive else {}
+    models = {runfiles.FINAL: arm.result_model} | ({} if arm.ema is None else {runfiles.WITHOUT_EMA: arm.model})
+    weights = {
+        name: {key: whole(value) for key, value in model.state_dict().items()}
+        for name, model in (models.items() if arm.alive else ())
+    }
     if not arm.accelerator.is_main_process:
         arm.close()
         return
@@ -44,9 +48,11 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
         buffer = BytesIO()
         np.savez_compressed(buffer, **arrays)
         runfiles.write_bytes(arm.folder / runfiles.PREDICTIONS, buffer.getvalue())
-        about = {"base": recipe.model.source, "data": recipe.data.source, **which, "steps": steps, **results}
-        shutil.rmtree(arm.folder / runfiles.FINAL, ignore_errors=True)  # half of it, where a kill left that
-        save(arm.result_model, arm.folder / runfiles.FINAL, about=about, weights=weights)
+        about = {"base": recipe.model.source, "data": recipe.data.source, **which, "steps": steps}
+        told = {runfiles.FINAL: results, runfiles.WITHOUT_EMA: results.get("without_ema")}
+        for name, model in models.items():
+            shutil.rmtree(arm.folder / name, ignore_errors=True)  # half of it, where a kill left that
+            save(model, arm.folder / name, about={**about, **(told[name] or {})}, weights=weights[name])
     tail = arm.losses[-max(1, len(arm.losses) // 10) :]
     result = {
         **which,
