@@ -10,14 +10,14 @@ from itertools import groupby
 from pathlib import Path
 
 from accelerate import PartialState
+from torch import Tensor
 from tqdm import tqdm
 
 from retrofit import runfiles
 from retrofit.manifest import check_contents, check_recipe, write_manifest
 from retrofit.recipe import Recipe, dump
 from retrofit.runfiles import RunKey, write_text
-from retrofit.study import Study, arm_model, inserted, open_study, pixels_of, with_head
-from retrofit.surgery import Insertion
+from retrofit.study import Study, arm_model, norms_of, open_study, pixels_of, with_head
 from retrofit.train import (
     RATE,
     Seen,
@@ -62,9 +62,9 @@ def run_pair(
     on_main(lambda: _check_folder(recipe, run_dir, force))
     study = open_study(recipe, run_dir)
     check_shares(recipe.train, len(study.splits.train))
-    missing, insertions = on_main(lambda: _begin(study, mine, force, command or []))
+    missing, norms = on_main(lambda: _begin(study, mine, force, command or []))
     if missing:
-        faults = _train(study, missing, insertions)
+        faults = _train(study, missing, norms)
         if faults and not any((run_dir / key.folder / runfiles.RESULT).is_file() for key in mine):
             raise faults[0]
     on_main(lambda: check_matched(run_dir, recipe.plan(), rates_differ=bool({*RATE} & {*recipe.unmatched})))
@@ -78,7 +78,7 @@ def _check_folder(recipe: Recipe, run_dir: Path, force: bool) -> None:
 
 def _begin(
     study: Study, mine: list[RunKey], force: bool, command: list[str]
-) -> tuple[list[RunKey], dict[str, Insertion]]:
+) -> tuple[list[RunKey], dict[str, dict[str, Tensor]]]:
     """Writes what the study begins with, and gives the runs that the folder lacks, with the norms that they need."""
     run_dir, recipe = study.run_dir, study.recipe
     runfiles.claim(run_dir, runfiles.MANIFEST, force)
@@ -89,10 +89,10 @@ def _begin(
     print(dump(recipe), file=sys.stderr)
     write_manifest(run_dir, recipe, contents, command)  # first: by it other parts know the folder for ours
     write_text(run_dir / runfiles.RECIPE, dump(recipe))
-    return missing, {name: inserted(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
+    return missing, {name: norms_of(study, name) for name, arm in recipe.arms.items() if arm.qk_norm is not None}
 
 
-def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]) -> list[Exception]:
+def _train(study: Study, missing: list[RunKey], norms: dict[str, dict[str, Tensor]]) -> list[Exception]:
     """Trains what is missing, and returns the faults of runs that failed."""
     recipe = study.recipe
     steps = steps_of(recipe.train, len(study.splits.train))
@@ -120,7 +120,7 @@ def _train(study: Study, missing: list[RunKey], insertions: dict[str, Insertion]
             size = study.preprocess.image_size
             at_once = on_main(partial(runs_at_once, base, recipe.train, size)) if limit == "auto" else limit
             for part in _side_by_side(list(keys), at_once):
-                models = {key: arm_model(base, key, insertions) for key in part}
+                models = {key: arm_model(base, recipe, key, norms) for key in part}
                 seen = Seen(study.run_dir, [key for key in recipe.plan() if key.seed == seed and key not in models])
                 with ExitStack() as locks:
                     on_main(partial(_lock, locks, study, models))

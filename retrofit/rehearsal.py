@@ -21,7 +21,7 @@ from torch import nn
 
 from retrofit.data import Batch, share, train_batches
 from retrofit.models import evaluating
-from retrofit.recipe import AA, BASELINE, Recipe, dump
+from retrofit.recipe import Recipe, dump
 from retrofit.runfiles import RunKey
 from retrofit.study import Study, open_study, with_head
 from retrofit.surgery import insert_qk_norm
@@ -94,7 +94,7 @@ def rehearse(recipe: Recipe) -> str:
 def _rehearsed(study: Study, base: nn.Module, key: RunKey) -> Rehearsed:
     """Trains one arm for a few steps, its norms at their formula's own start, which costs as much as any other."""
     recipe, model = study.recipe, copy.deepcopy(base)
-    train, arm = recipe.train_of(key.arm), recipe.arms[BASELINE if key.arm == AA else key.arm]
+    train, arm = recipe.train_of(key.arm), recipe.arm_of(key.arm)
     insertion = None if arm.qk_norm is None else insert_qk_norm(model, arm.qk_norm, init="ones")
     parameters = sum(p.numel() for p in model.parameters())
     spent: list[float] = []
@@ -166,7 +166,7 @@ def _arms(recipe: Recipe, found: Mapping[tuple[str, str], Rehearsed]) -> Iterato
     yield "arms, each with its parameter groups:"
     for arm in dict.fromkeys(arm for arm, _ in found):
         one = found[arm, recipe.train.precision[0]]
-        spec = recipe.arms[BASELINE if arm == AA else arm].qk_norm
+        spec = recipe.arm_of(arm).qk_norm
         norms = f", of which {one.added:,} in {one.sites} QK-Norms: {spec.describe()}" if spec is not None else ""
         yield f"  {arm}: {one.parameters:,} parameters{norms}"
         for group in one.groups:

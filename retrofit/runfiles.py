@@ -4,6 +4,7 @@
     RUN/run.json                        the plan, the data's fingerprints, the environment, the command
     RUN/report.html report.md report.json
     RUN/<arm>/insertion.json            what surgery did: calibration and insertion shock (arms with QK-Norm)
+    RUN/<arm>/norms.safetensors         the norms as they went in, which every run of the arm starts from
     RUN/<arm>/lr<LR:g>-s<SEED>/         one training run; "-<precision>" follows where a plan has several
         metrics.jsonl                   a row a step, deterministic: no clock, no memory
         timings.jsonl                   what the clock said: a step's seconds, and its share of the wait for the batch
@@ -41,6 +42,7 @@ RECIPE = "recipe.yaml"
 MANIFEST = "run.json"
 REPORT = "report"
 INSERTION = "insertion.json"
+NORMS = "norms.safetensors"
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
 PROBES = "probes.jsonl"

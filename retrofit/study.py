@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retrofit import runfiles
-from retrofit.checkpoint import load_model
+from retrofit.checkpoint import file_hash, load_model
 from retrofit.data import Images, Splits, eval_batches, keyed_seed, open_splits
 from retrofit.errors import RetrofitError
 from retrofit.models import family_of
 from retrofit.models.preprocess import Preprocess
 from retrofit.recipe import AA, Recipe
-from retrofit.runfiles import RunKey, write_json
-from retrofit.surgery import Insertion, insert_qk_norm, insert_same
+from retrofit.runfiles import RunKey, read_json, table, write_json
+from retrofit.surgery import insert_qk_norm, insert_same
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,19 @@ def _load(recipe: Recipe, num_classes: int | None, seed: int) -> nn.Module:
     return model
 
 
-def inserted(study: Study, name: str) -> Insertion:
-    """Calibrates one arm's norms on a copy of the checkpoint as it is, and records shock and calibration."""
+def norms_of(study: Study, name: str) -> dict[str, Tensor]:
+    """One arm's norms, calibrated once in a run folder: every run of the arm, in whatever process, starts from them."""
+    folder = study.run_dir / name
+    with runfiles.locked(folder, wait=True):
+        record = read_json(folder / runfiles.INSERTION) if (folder / runfiles.INSERTION).is_file() else {}
+        kept = folder / runfiles.NORMS
+        if kept.is_file() and file_hash(kept) == table(record).get("norms"):
+            return load_file(kept)
+        return _calibrated(study, name)
+
+
+def _calibrated(study: Study, name: str) -> dict[str, Tensor]:
+    """Calibrates an arm's norms on a copy of the checkpoint as it is, and writes them, with shock and calibration."""
     arm = study.recipe.arms[name]
     assert arm.qk_norm is not None
     data = study.recipe.data
@@ -83,8 +97,11 @@ def inserted(study: Study, name: str) -> Insertion:
         "remarks": insertion.remarks,
         "shock": {init: shock.document() for init, shock in insertion.shock.items()},
     }
+    content = safetensors.torch.save(insertion.norms, {"format": "pt"})
+    runfiles.write_bytes(study.run_dir / name / runfiles.NORMS, content)
+    record["norms"] = hashlib.sha256(content).hexdigest()
     write_json(study.run_dir / name / runfiles.INSERTION, record)
-    return insertion
+    return insertion.norms
 
 
 def with_head(study: Study, seed: int) -> nn.Module:
@@ -97,11 +114,18 @@ def with_head(study: Study, seed: int) -> nn.Module:
     return model
 
 
-def arm_model(base: nn.Module, key: RunKey, insertions: dict[str, Insertion]) -> tuple[nn.Module, int]:
-    """An arm's model, ready to train, and how many parameters its norms added."""
+def arm_model(
+    base: nn.Module, recipe: Recipe, key: RunKey, norms: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[nn.Module, int]:
+    """An arm's model, ready to train, and how many parameters its norms added.
+
+    Args:
+        norms: of each arm that has a norm, as `norms_of` gives them.
+    """
     model = copy.deepcopy(base)
-    if key.arm in insertions:
-        insert_same(model, insertions[key.arm])
+    spec = recipe.arm_of(key.arm).qk_norm
+    if spec is not None:
+        insert_same(model, spec, norms[key.arm])
     if key.arm == AA:
         _nudge(model, key.seed)
     return model, _size(model) - _size(base)

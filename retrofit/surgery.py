@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -49,8 +49,8 @@ class Insertion:
     """Shock on `held_out`, for `ones` and for the chosen init; empty without held-out images."""
     remarks: list[str] = field(default_factory=list)
     """What calibration could not hold, and which layers the remaining shock comes from."""
-    norms: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
-    """The norms' parameters as they went in, a mapping a site, for `insert_same`."""
+    norms: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """The norms' parameters as they went in, by their names in the model, for `insert_same`."""
 
 
 @torch.inference_mode(False)  # what it makes and measures is trained, by the fit and by the user
@@ -112,19 +112,40 @@ def insert_qk_norm(
         raise
     cosines = [c for c in (shocks[init].cosine_class, shocks[init].cosine_patch) if c is not None] if shocks else []
     said = remarks(spec, init, layers, min(cosines, default=None))
-    states = [_state(q, k) for q, k in norms]
-    return Insertion(spec, init, [s.name for s in sites], skipped, layers, shocks, said, states)
+    state = {
+        f"{name}.{key}": value.detach().clone()
+        for site, pair in zip(sites, norms, strict=True)
+        for name, norm in zip(_names(site), pair, strict=True)
+        for key, value in norm.state_dict().items()
+    }
+    return Insertion(spec, init, [s.name for s in sites], skipped, layers, shocks, said, state)
 
 
-def insert_same(model: nn.Module, insertion: Insertion) -> None:
-    """Puts the norms of an earlier insertion, calibration included, into another copy of the same model."""
-    sites, _ = _chosen(model, insertion.spec)
-    if len(sites) != len(insertion.norms):
-        raise ModelError(f"the model has {len(sites)} sites, the insertion {len(insertion.norms)}: not the same model")
-    for site, state in zip(sites, insertion.norms, strict=True):
-        q_norm, k_norm = _norms(model, site, insertion.spec)
-        nn.ModuleDict({"q_norm": q_norm, "k_norm": k_norm}).load_state_dict(state)
-        site.place(q_norm, k_norm)
+def insert_same(model: nn.Module, spec: QKNorm, norms: Mapping[str, Tensor]) -> None:
+    """Puts the norms of an earlier insertion (`Insertion.norms`) into another copy of the same model.
+
+    Raises ModelError, before any change, where they are those of another one.
+    """
+    sites, _ = _chosen(model, spec)
+    placed = [_norms(model, site, spec) for site in sites]
+    left = dict(norms)
+    for site, pair in zip(sites, placed, strict=True):
+        for name, norm in zip(_names(site), pair, strict=True):
+            own = {key: left.pop(f"{name}.{key}", torch.empty(0)) for key in norm.state_dict()}
+            lacking = [key for key, value in norm.state_dict().items() if value.shape != own[key].shape]
+            if lacking:
+                raise ModelError(f"the insertion has no {name}.{lacking[0]} of this size: not the same model")
+            norm.load_state_dict(own)
+    if left:
+        raise ModelError(f"the insertion has {next(iter(left))}, the model has not: not the same model")
+    for site, pair in zip(sites, placed, strict=True):
+        site.place(*pair)
+
+
+def _names(site: Site) -> tuple[str, str]:
+    """Of the norms of q and k in the model."""
+    place = f"{site.name}." if site.name else ""
+    return f"{place}q_norm", f"{place}k_norm"
 
 
 def insert_blank(model: nn.Module, spec: QKNorm) -> None:
@@ -314,8 +335,3 @@ def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:
                 yield batch.to(device=like.device, dtype=like.dtype)
     if none:
         raise RetrofitError("no images were given; a few dozen are needed")
-
-
-def _state(q_norm: HeadNorm, k_norm: HeadNorm) -> dict[str, Tensor]:
-    pair = nn.ModuleDict({"q_norm": q_norm, "k_norm": k_norm})
-    return {name: value.detach().clone() for name, value in pair.state_dict().items()}

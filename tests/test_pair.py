@@ -88,7 +88,10 @@ def test_the_folder_holds_what_runfiles_says(whole: Path, data: Path) -> None:
     assert manifest["command"] == ["retrofit", "pair", "it"]
     assert torch.__version__.startswith(manifest["environment"]["torch"])
     expected = {f"{k.folder}/{n}" for k in study.plan() for n in (*DETERMINISTIC, "timings.jsonl", "result.json")}
-    assert set(snapshot(whole)) == expected | {"recipe.yaml", "run.json", "retrofit/insertion.json"}
+    assert set(snapshot(whole)) == expected | {
+        *("recipe.yaml", "run.json"),
+        *("retrofit/insertion.json", "retrofit/norms.safetensors"),
+    }
 
 
 def test_pairs_saw_the_same_and_seeds_did_not(whole: Path, data: Path) -> None:
@@ -227,6 +230,27 @@ def test_run_again_nothing_is_trained_and_no_file_changes(
     monkeypatch.setattr(rooms, "insert_qk_norm", lambda *_, **__: pytest.fail("calibrated again"))
     run_pair(recipe(data, **GRID), run, command=["retrofit", "pair", "again"])
     assert snapshot(run) == before  # run.json too, which tells how it was made
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_an_arm_is_calibrated_once_in_a_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bool
+) -> None:
+    """Every part of a plan starts from the norms that were written first; damaged ones are made again."""
+    study, run = recipe(data, steps=2, seeds=[0, 1]), tmp_path / "run"
+    run_pair(study, run, shard=(1, 2))
+    before = snapshot(run)
+    norms = run / "retrofit" / "norms.safetensors"
+    if damage:
+        norms.write_bytes(norms.read_bytes()[:-1] + b"x")
+    calibrated: list[str] = []
+    insert = rooms.insert_qk_norm
+    monkeypatch.setattr(rooms, "insert_qk_norm", lambda *a, **k: (calibrated.append("again"), insert(*a, **k))[1])
+    run_pair(study, run, shard=(2, 2))
+    assert calibrated == ["again"] * damage
+    after = snapshot(run)
+    for name in ("retrofit/norms.safetensors", "retrofit/insertion.json"):
+        assert after[name][0] == before[name][0]
 
 
 def test_a_shard_without_a_run_writes_nothing(data: Path, tmp_path: Path) -> None:

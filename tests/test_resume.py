@@ -228,16 +228,16 @@ def test_a_damaged_checkpoint_is_named_and_the_run_begins_anew(
 def test_the_one_before_serves_where_the_newest_is_damaged(data: Path, whole: Path, tmp_path: Path) -> None:
     """As a kill between the two leaves both there."""
     recipe, run = study(data), tmp_path / "run"
-    place = run / "baseline" / "lr0.001-s0" / "last"
+    place = run / "baseline" / "lr0.001-s0"
     halt(recipe, run, after=6)
-    shutil.copytree(place, tmp_path / "earlier")
+    shutil.copytree(place / "last", tmp_path / "earlier")
     halt(recipe, run, after=9)
-    (path,) = place.iterdir()
+    (path,) = (place / "last").iterdir()
     cut(path)
-    shutil.copytree(tmp_path / "earlier", place, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "earlier", place / "last", dirs_exist_ok=True)
     run_pair(recipe, run)
     same(run, whole, recipe)
-    assert read_json(run / "baseline" / "lr0.001-s0" / "result.json")["resumed_at"] == [6]
+    assert read_json(place / "result.json")["resumed_at"] == [6]
 
 
 @pytest.mark.parametrize("broken", ["write", "fsync", "replace", "rename"])

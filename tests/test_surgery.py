@@ -124,7 +124,7 @@ def test_a_second_surgery_is_refused(kind: str, images) -> None:
     with pytest.raises(ModelError, match="already"):
         insert_blank(model, QKNorm())
     with pytest.raises(ModelError, match="already"):
-        insert_same(model, insert_qk_norm(MAKERS[kind](), QKNorm(), images, "match"))
+        insert_same(model, QKNorm(), insert_qk_norm(MAKERS[kind](), QKNorm(), images, "match").norms)
 
 
 def test_models_with_a_norm_of_their_own_are_refused(images) -> None:
@@ -298,19 +298,19 @@ def test_insert_same(kind: str, images) -> None:
     with torch.no_grad():
         for p in new_parameters(one).values():
             p.add_(1)  # training the first does not reach what was kept
-    insert_same(other, insertion)
+    insert_same(other, insertion.spec, insertion.norms)
     with torch.no_grad():
         for p in new_parameters(other).values():
             p.add_(1)
     assert outputs_of(one, images).equal(outputs_of(other, images))
     assert list(one.state_dict()) == list(other.state_dict())
     with pytest.raises(ModelError, match="not the same model"):
-        insert_same(
-            MAKERS[kind](),
-            insert_qk_norm(MAKERS[kind](), QKNorm(), images, "match").__class__(
-                QKNorm(), "ones", [], [], norms=insertion.norms
-            ),
-        )
+        insert_same(MAKERS[kind](), QKNorm(), insertion.norms)
+    every = insert_qk_norm(MAKERS[kind](), QKNorm.preset("henry2020"), images, "match")
+    untouched = MAKERS[kind]()
+    with pytest.raises(ModelError, match="not the same model"):
+        insert_same(untouched, insertion.spec, every.norms)
+    assert spec_of(untouched) is None
 
 
 def test_shock_is_measured_on_held_out_images_only(images) -> None:

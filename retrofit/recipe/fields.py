@@ -306,9 +306,13 @@ class Recipe:
             return self.train_of(BASELINE).lr if self.aa else ()
         return self.aa
 
+    def arm_of(self, name: str) -> Arm:
+        """An arm of the plan; the twin is the baseline again."""
+        return self.arms[BASELINE if name == AA else name]
+
     def train_of(self, arm: str) -> Train:
-        """`train` as an arm of the plan has it; the twin's is the baseline's."""
-        own = self.arms[BASELINE if arm == AA else arm].train
+        """`train` as an arm of the plan has it."""
+        own = self.arm_of(arm).train
         if not own:
             return self.train
         same = {f.name: getattr(self.train, f.name) for f in fields(Train)}

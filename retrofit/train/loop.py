@@ -72,7 +72,7 @@ def train_lockstep(
     seed = next(iter(models)).seed
     steps = steps_of(train, len(splits.train))
     arms = [
-        ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir, recipe.arms[key.arm].ramp)
+        ArmRun.start(key, model, recipe.train_of(key.arm), steps, run_dir, recipe.arm_of(key.arm).ramp)
         for key, (model, _) in models.items()
     ]
     if state.is_main_process and train.trackers:
