@@ -74,6 +74,22 @@ def same_runs(one: Path, other: Path, keys: list[Any]) -> None:
             assert (one / key.folder / name).read_bytes() == (other / key.folder / name).read_bytes(), (key, name)
 
 
+def test_the_recipe_alone_says_how_it_trains(whole: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate's configuration file or options say of the same things does not act beside it."""
+    for name, value in (
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+    ):
+        monkeypatch.setenv(name, value)
+    study = recipe(data, **GRID)
+    run_pair(study, whole.parent / "configured")
+    same_runs(whole, whole.parent / "configured", study.plan())
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(RetrofitError, match="DeepSpeed is not supported"):
+        run_pair(study, whole.parent / "deep")
+
+
 # What a study leaves
 
 
@@ -413,6 +429,9 @@ def test_what_a_cpu_cannot_do_is_said_at_once(data: Path, tmp_path: Path, monkey
         with pytest.raises(RetrofitError, match="fp16 needs a GPU"):
             run_pair(recipe(data, precision=["fp32", "fp16"]), tmp_path / "out")
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(RetrofitError, match="launch with --fsdp_version 2"):
+            run_pair(recipe(data), tmp_path / "out")
+        monkeypatch.setenv("FSDP_VERSION", "2")
         with pytest.raises(RetrofitError, match="FSDP needs GPUs"):
             run_pair(recipe(data), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -30,6 +30,7 @@ from retrofit.runfiles import JsonLines, RunKey
 from retrofit.train import resume
 from retrofit.train.memory import StepMemory
 from retrofit.train.optim import freeze, optimizer_of, schedule_of
+from retrofit.train.processes import check_same_for_all, sharded
 from retrofit.train.track import Trackers
 from retrofit.train.watch import Watch
 from retrofit.train.wrapped import Classifier, accelerator_of, compiled, whole
@@ -106,7 +107,8 @@ class ArmRun:
         if main:
             runfiles.sweep(folder)
             (folder / runfiles.FAILURE).unlink(missing_ok=True)
-        saved = resume.read(folder)
+        saved = None if sharded() else resume.read(folder)
+        check_same_for_all(folder, 0 if saved is None else saved["step"])
         kept = {} if saved is None else saved["logs"]
         metrics, timings, probes = (JsonLines(folder / n if main else None, kept.get(n, 0)) for n in _LOGS)
         arm = cls(
@@ -241,7 +243,7 @@ class ArmRun:
 
     def save(self) -> None:
         """Writes the checkpoint that `start` goes on from."""
-        if not self.accelerator.is_main_process:
+        if not self.accelerator.is_main_process or sharded():
             return
         scaler = self.accelerator.scaler
         state = {

@@ -1,10 +1,14 @@
-"""Several processes that train one study: the first alone touches the run folder, and tells the others."""
+"""Several processes that train one study, on one machine or many.
+
+The first alone writes to the run folder. The others read checkpoints there, so that it must lie where all see it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -44,6 +48,14 @@ def on_main(do: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def check_same_for_all(folder: Path, step: int) -> None:
+    """Raises RetrofitError unless every process finds the same checkpoint in a folder."""
+    if len({*gather_object([step])} if join().num_processes > 1 else [step]) > 1:
+        raise RetrofitError(
+            f"not every process sees the same {folder}; put -o on a file system that all machines share"
+        )
+
+
 def known_to_all(batch: Batch) -> Batch:
     """The batch with the prints of all its images, whichever process holds them."""
     processes = join().num_processes
@@ -57,7 +69,7 @@ def known_to_all(batch: Batch) -> Batch:
 
 
 def sharded() -> bool:
-    """Whether accelerate was launched with FSDP."""
+    """Whether accelerate was launched with FSDP. A run is then saved at its end only, and begins anew until then."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
 
 
@@ -68,6 +80,10 @@ def check_devices(train: Train) -> None:
         raise RetrofitError(
             "train.precision: fp16 needs a GPU (accelerate computes float32 on a CPU); take bf16 or fp32"
         )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise RetrofitError("DeepSpeed is not supported; launch with --multi_gpu or with --use_fsdp --fsdp_version 2")
+    if sharded() and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise RetrofitError("FSDP is supported in its second version; launch with --fsdp_version 2")
     if sharded() and cpu:
         raise RetrofitError("FSDP needs GPUs (accelerate runs plain processes on a CPU); launch without --use_fsdp")
     if sharded() and train.ema is not None:

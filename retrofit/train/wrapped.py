@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
@@ -41,7 +41,13 @@ def accelerator_of(precision: str, model: nn.Module) -> Accelerator:
         AcceleratorState._reset_state()
     idle = join().num_processes > 1 and _has_idle_weights(model)
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=idle)]
-    return Accelerator(mixed_precision=mixed, kwargs_handlers=handlers)
+    return Accelerator(
+        mixed_precision=mixed,
+        kwargs_handlers=handlers,
+        # What a launcher's configuration says of these would act beside the recipe.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_backend="no",
+    )
 
 
 def _has_idle_weights(model: nn.Module) -> bool:
