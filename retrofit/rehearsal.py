@@ -99,7 +99,7 @@ def _rehearsed(study: Study, base: nn.Module, key: RunKey) -> Rehearsed:
     parameters = sum(p.numel() for p in model.parameters())
     spent: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
-        run = ArmRun.start(key, model, train, _STEPS, Path(scratch))
+        run = ArmRun.start(key, model, train, _STEPS, Path(scratch), arm.ramp)
         device = run.accelerator.device
         began = time.perf_counter()
         for step in range(_STEPS):

@@ -27,7 +27,7 @@ from retrofit.norms import HeadNorm, logit_bounds
 LOGIT_LIMIT = 60.0
 """How far the fit may raise a head's bound on |logit|."""
 STEPS = 300
-_QUERIES = 600
+_QUERIES = 300
 """A head and step."""
 _GAIN_RATE, _SHIFT_RATE = 0.04, 0.1
 """Learning rates, relative to the size of what they move; they fall linearly to 0."""
