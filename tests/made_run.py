@@ -151,6 +151,11 @@ def _insertion(arm: str, layers: int) -> dict[str, Any]:
                 "site": f"blocks.{i}.attn",
                 "gain_q": [1.0, 1.1, 0.9, 1.2],
                 "gain_k": [1.0, 1.1, 0.9, 1.2],
+                "kl_ones": 0.5 * 0.9**i,
+                "kl_match": 0.03 * 0.9**i,
+                "kl_match_per_head": None,
+                "kl": 0.03 * 0.9**i,
+                "shifted": True,
                 "shift_share": 0.9 * 0.85**i,
                 "key_norm_cv_before": 0.4,
                 "key_norm_cv_after": 0.15,
@@ -159,6 +164,7 @@ def _insertion(arm: str, layers: int) -> dict[str, Any]:
             }
             for i in range(layers)
         ],
+        "remarks": [],
         "shock": {"ones": shock(0.41, 0.92, 0.55), "match": shock(0.953, 0.04, 0.94)},
     }
 

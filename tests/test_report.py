@@ -409,15 +409,15 @@ def test_a_fitted_start_shows_what_the_fit_did(copy: Path) -> None:
     content = json.loads(path.read_text())
     content["init"] = "fit"
     content["shock"]["fit"] = {**content["shock"]["match"], "kl": 0.01}
-    content["warnings"] = ["blocks.3.attn keeps most of the shock"]
+    content["remarks"] = ["blocks.3.attn keeps most of the shock"]
     for i, layer in enumerate(content["layers"]):
-        layer |= {"kl_before": 0.5 + i, "kl_after": 0.01, "something_new": {"a": 1}}
+        layer |= {"kl_ones": 0.5 + i, "kl": 0.005, "something_new": {"a": 1}}
     path.write_text(json.dumps(content))
     document = checked(copy)
     assert list(document["insertion"][0]["shock"]) == ["ones", "match", "fit"]
     text = to_markdown(page(document))
     assert "| retrofit | fit (trained here) |" in text
-    assert "0.5 → 0.01" in text
+    assert "| 0.5 → 0.03 → 0.005 | 0.9 to 1.2; 0.9 to 1.2 |" in text
     assert "retrofit: blocks.3.attn keeps most of the shock" in text
 
 

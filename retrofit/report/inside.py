@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from retrofit.report.blocks import Block, Figure, Points, Prose, Section, Table
@@ -24,7 +24,8 @@ def insertion(document: Document) -> Section:
             "How far the model's function moved when the norm went in, before any training, on images that "
             "did not calibrate it. Start ones is the norm as papers start it; the other is the start that "
             "was trained here. The accuracy of a norm that is not yet trained proves nothing on its own: "
-            "training is what repairs the rest."
+            "training is what repairs the rest. KL of a layer is that of its attention, on the images that calibrated "
+            "it."
         ),
         Figure(
             "shock",
@@ -35,8 +36,8 @@ def insertion(document: Document) -> Section:
         _shock(document),
     ]
     for row in document["insertion"]:
-        if row["warnings"]:
-            blocks.append(Points(tuple(f"{row['arm']}: {w}" for w in row["warnings"])))
+        if row["remarks"]:
+            blocks.append(Points(tuple(f"{row['arm']}: {remark}" for remark in row["remarks"])))
         if row["layers"]:
             blocks.append(_calibration(row))
         if row["skipped"]:
@@ -129,13 +130,14 @@ def _shock(document: Document) -> Table:
 
 
 def _calibration(row: Mapping[str, Any]) -> Table:
-    fitted = any(x["kl_before"] is not None or x["kl_after"] is not None for x in row["layers"])
     rows = tuple(
         (
             x["site"] or NONE,
+            " → ".join(number(x[k], 2) for k in ("kl_ones", "kl_match", "kl")),
+            f"{_range(x['gain_q'])}; {_range(x['gain_k'])}",
+            # An arm that started at ones has no shift, and one before a rotation may have longer keys.
             NONE if x["shift_share"] is None else fixed(math.sqrt(max(0.0, 1 - x["shift_share"])), 2),
             f"{number(x['key_norm_cv_before'], 2)} → {number(x['key_norm_cv_after'], 2)}",
-            *((f"{number(x['kl_before'], 2)} → {number(x['kl_after'], 2)}",) if fitted else ()),
             number(x["logit_absmax_before"]),
             number(x["logit_bound"]),
         )
@@ -143,13 +145,22 @@ def _calibration(row: Mapping[str, Any]) -> Table:
     )
     columns = (
         "Layer",
+        "KL: ones → match → here",
+        "Gains of q; of k",
         "Key length after the shift",
         "Spread of key norms",
-        *(("KL of attention, nats",) if fitted else ()),
         "Largest logit before",
         "Bound after",
     )
     return Table(f"Calibration of {row['arm']} on {number(row['calibration_images'])} images", columns, rows)
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the largest over the heads."""
+    if not values:
+        return NONE
+    low, high = number(min(values), 2), number(max(values), 2)
+    return low if low == high else f"{low} to {high}"
 
 
 def _layer_logits(document: Document) -> Table:

@@ -28,8 +28,9 @@ _LAYER_NUMBERS = (
     "key_norm_cv_after",
     "logit_absmax_before",
     "logit_bound",
-    "kl_before",
-    "kl_after",
+    "kl_ones",
+    "kl_match",
+    "kl",
 )
 
 
@@ -196,12 +197,18 @@ def _insertion(arm: str, content: Any) -> dict[str, Any]:
             {"name": text(table(s).get("name")), "reason": text(table(s).get("reason"))}
             for s in items(content.get("skipped"))
         ],
-        "warnings": _texts(content.get("warnings")),
+        "remarks": _texts(content.get("remarks")),
         "calibration_images": count(content.get("calibration_images")),
         "held_out_images": count(content.get("held_out_images")),
         "shock": shock,
         "layers": [
-            {"site": text(table(x).get("site")), **{k: number(table(x).get(k)) for k in _LAYER_NUMBERS}}
+            {
+                "site": text(table(x).get("site")),
+                **{
+                    k: [g for v in items(table(x).get(k)) if (g := number(v)) is not None] for k in ("gain_q", "gain_k")
+                },
+                **{k: number(table(x).get(k)) for k in _LAYER_NUMBERS},
+            }
             for x in items(content.get("layers"))
         ],
     }
