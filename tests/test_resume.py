@@ -48,6 +48,7 @@ def study(data: Path, **train: Any) -> Recipe:
     settings = {"steps": STEPS, "lr": [1e-3, 3e-3], "checkpoint_every": 3, "mixup": 0.2, "ema": 0.9, "probe_every": 4}
     document = content(data, **{**settings, **train})
     document["model"] = {"source": document["model"], "model_args": {"drop_path_rate": 0.3, "proj_drop_rate": 0.2}}
+    document["arms"]["retrofit"]["ramp"] = 0.8
     return parse({**document, "aa": [1e-3]})
 
 
