@@ -102,12 +102,13 @@ def test_baseline_twice_is_equal_after_one_of_them_was_resumed(
 
 
 def test_the_twin_begins_a_millionth_away_keyed_by_the_seed(data: Path) -> None:
-    model = load_model(study(data).model.source, 4, image_size=16)
+    recipe = study(data, aa=True)
+    model = load_model(recipe.model.source, 4, image_size=16)
     plain = model.state_dict()
 
     def twin(seed: int) -> dict[str, torch.Tensor]:
         key = RunKey.of("aa", 1e-3, seed, "fp32")
-        return rooms.arm_model(model, key, {})[0].state_dict()
+        return rooms.arm_model(model, recipe, key, {})[0].state_dict()
 
     before = torch.get_rng_state()
     one, again, other = twin(0), twin(0), twin(1)
