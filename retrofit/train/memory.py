@@ -11,6 +11,7 @@ import psutil
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from retrofit.data import keyed_rng
 from retrofit.models import family_of
@@ -137,7 +138,7 @@ class _Saved:
 
 
 def held_bytes(model: nn.Module, optimizer: Any) -> int:
-    """Bytes of weights, buffers and optimizer state."""
+    """Bytes of weights, buffers and optimizer state, of this process's shards where FSDP has sharded them."""
     state = (v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor))
-    tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers(), *state)}
-    return sum(tensors.values())
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers(), *state))
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in own}.values())

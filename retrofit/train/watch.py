@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from retrofit.models import evaluating, sites_of
-from retrofit.probes import probe
+from retrofit.probes import Probe, probe
 from retrofit.runfiles import JsonLines, RunKey
-from retrofit.train.wrapped import whole
+from retrofit.train.wrapped import unsharded, whole
 
 _ROUNDING = 1.02
 """How far above its bound a logit may come out in bfloat16."""
@@ -39,7 +39,7 @@ class Watch:
         with evaluating(self.model), probe(self.model) as seen:
             for batch in images:
                 self.forward(batch.to(self.device))
-        return self._checked(seen.rows())
+        return self._checked(seen)
 
     @contextmanager
     def batch(self, reading: bool) -> Iterator[list[dict[str, Any]]]:
@@ -53,10 +53,12 @@ class Watch:
             return
         with probe(self.model) as seen:
             yield layers
-        layers += self._checked(seen.rows())
+        layers += self._checked(seen)
 
-    def _checked(self, layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same rows; a logit above its bound is told, once."""
+    def _checked(self, seen: Probe) -> list[dict[str, Any]]:
+        """A row a layer; a logit above its bound is told, once."""
+        with unsharded(self.forward):  # a row has the gains of the norms, too
+            layers = seen.rows()
         for layer in layers:
             bound = layer["logit_bound"]
             if bound is not None and layer["logit_absmax"] > bound * _ROUNDING and not self.warned:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from retrofit.errors import RetrofitError
 from retrofit.models import evaluating, family_of, sites_of
@@ -75,7 +79,19 @@ def compiled(module: nn.Module, backend: str | None) -> nn.Module:
     return result
 
 
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Parameters are whole inside the block, where FSDP has sharded them."""
+    shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for shard in shards:
+        shard.unshard()
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of one that FSDP has sharded."""
-    full: Any = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
