@@ -28,7 +28,8 @@ def finish(arm: ArmRun, recipe: Recipe, splits: Splits, preprocess: Preprocess, 
     Args:
         added: how many parameters the arm's norms have.
     """
-    end_ramp(arm.result_model)
+    for model in (arm.model, arm.result_model):
+        end_ramp(model)
     which = {name: getattr(arm.key, name) for name in ("arm", "lr", "seed", "precision")}
     results: dict[str, Any] = {"validation": None, "test": None}
     arrays: dict[str, Any] = {}
