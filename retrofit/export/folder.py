@@ -80,7 +80,8 @@ def write_export(
     check_target(to, next(p.dtype for p in model.parameters() if p.is_floating_point()))
     sample = _images(family_of(model).preprocess(model)) if images is None else images
     with saving(folder, force=force) as scratch:
-        return _write(model, scratch, to, about, sample[:_PROOF_IMAGES])
+        findings = _write(model, scratch, to, about, sample[:_PROOF_IMAGES])
+    return [line.replace(str(scratch), str(folder)) for line in findings]
 
 
 def check_target(to: str, dtype: torch.dtype = torch.float32) -> None:
@@ -111,7 +112,7 @@ def _write(model: nn.Module, folder: Path, to: Target, about: Mapping[str, Any],
             settings = native_settings(model)
             native_with = f"; native would be: {settings}" if settings else ""
             findings += [f"timm cannot express this model: {'; '.join(obstacles)}{native_with}"]
-            findings += [f'timm refuses the folder; retrofit.load("{folder.name}") loads it']
+            findings += [f'timm refuses the folder; retrofit.load("{folder}") loads it']
     more = {"target": to, **said}
     write_text(folder / "README.md", model_card(model, about, to, loader, said))
     if loader == "retrofit":

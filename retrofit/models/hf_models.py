@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import transformers
 from timm.models import group_parameters
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from retrofit.models.hub import fetching
 from retrofit.models.preprocess import Preprocess
 from retrofit.models.site import AttentionClass
 from retrofit.models.timm_models import TimmFamily
+from retrofit.models.weights import read_weights
 
 _BLOCKS = {
     "blocks": [
@@ -91,14 +93,14 @@ class TransformersFamily(Family):
     def _make(auto: Any, config: Any, request: Request) -> Any:
         if not request.pretrained:
             return auto.from_config(config)
+        told = {"config": config, "dtype": "float32", "output_loading_info": True}
         with _quiet():  # its report of missing and unexpected weights is judged below
-            model, info = auto.from_pretrained(
-                request.name,
-                config=config,
-                dtype="float32",
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            if request.local:
+                with torch.device("meta"):
+                    cls = type(auto.from_config(config))
+                model, info = cls.from_pretrained(None, state_dict=read_weights(Path(request.name)), **told)
+            else:
+                model, info = auto.from_pretrained(request.name, trust_remote_code=False, **told)
         free = ("pooler.", *(["classifier."] if request.classifier else []))  # the tokens do not pass through a pooler
         lost = sorted(k for k in info["missing_keys"] if not k.startswith(free))
         if lost:

@@ -19,6 +19,7 @@ from retrofit.models.family import Family, Request, fresh_head, own_random_state
 from retrofit.models.hub import fetching
 from retrofit.models.preprocess import Preprocess
 from retrofit.models.timm_attention import ATTENTION, OTHERS
+from retrofit.models.weights import read_weights
 
 _ORIGIN = ("file", "source", "url", "state_dict")
 """Where the weights came from on this machine; of no use to another one."""
@@ -44,11 +45,16 @@ class TimmFamily(Family):
         args = dict(request.model_args)
         if request.image_size is not None and cfg.get("fixed_input_size"):
             args.setdefault("img_size", request.image_size)
+        if request.local and request.pretrained and not cfg.get("custom_load"):
+            state = read_weights(Path(request.name))
+            args["pretrained_cfg_overlay"] = {"source": "", "file": "", "state_dict": state}
         try:
             with fetching(request.source), own_random_state(request.seed):
                 model: Any = timm.create_model(name, pretrained=request.pretrained, **args)
         except (RuntimeError, TypeError, AssertionError) as error:
             raise ModelError(f"{request.source} cannot be built by timm: {_reason(error)}") from error
+        args.pop("pretrained_cfg_overlay", None)
+        model.pretrained_cfg = {k: v for k, v in model.pretrained_cfg.items() if k != "state_dict"}
         if not hasattr(model, "_model_args"):  # timm before 1.0.21 does not keep what it was called with
             model._model_args = {**config.get("model_args", {}), **args}
         side = request.image_size or args.get("img_size")  # timm's own configuration does not learn of img_size
