@@ -32,6 +32,7 @@ from retrofit.train import (
     check_trackers,
     held_bytes,
     join,
+    on_main,
     probed_at,
     runs_at_once,
     steps_of,
@@ -106,7 +107,7 @@ def _rehearsed(study: Study, base: nn.Module, key: RunKey) -> Rehearsed:
             batch = _random_batch(study, step)
             with run.memory.measured(model, run.optimizer, compiled=train.compile is not None):
                 spent.append(_seconds(device, lambda: run.step(step, batch, train)))  # noqa: B023
-            if time.perf_counter() - began > _SECONDS:
+            if on_main(lambda: time.perf_counter() - began > _SECONDS):  # none steps on alone
                 break
         images = torch.zeros(recipe.data.probe_images, 3, *[study.preprocess.image_size] * 2)
         probe = _seconds(device, lambda: run.attention_now(images.split(64)))
