@@ -42,8 +42,9 @@ check: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## what a training step costs with and without QK-Norm
+bench: $(READY)  ## what QK-Norm and probing cost a training step; others in tests/benchmarks say how they are run
 	$(BIN)/python tests/benchmarks/step.py
+	$(BIN)/python tests/benchmarks/probes.py
 
 clean:  ## remove the environment and what tools left behind; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
