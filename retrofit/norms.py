@@ -1,7 +1,8 @@
 """The norm modules that a `QKNorm` describes.
 
-Shapes: B images, H heads, N tokens, D head_dim. Parameters are one-dimensional, so that every weight-decay rule that
-spares one-dimensional tensors spares them: weight and bias [D] (shared) or [H*D], shift [H*D], scale [1] or [H].
+Shapes: B images, G windows, H heads, N tokens, D head_dim. Parameters are one-dimensional, so that every weight-decay
+rule that spares one-dimensional tensors spares them: weight and bias [D] (shared) or [H*D], shift [H*D], scale [1] or
+[H].
 
 A ramp leads from the identity to the norm: with alpha from 0 to 1, and m the mean over channels that a LayerNorm takes
 off, s what the norm multiplies with (1/rms, or 1/|x|) and t the learned scale over the attention's own,
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from retrofit.qknorm import QKNorm
 
 Role = Literal["q", "k"]
-Layout = Literal["BHND", "BNHD", "(BH)ND"]
-"""How q and k lie where they are normed; (BH)ND has images and heads in one axis, heads fastest."""
+Layout = Literal["BHND", "BNHD", "BN(HD)", "BGHND", "(BH)ND", "(BH)GND"]
+"""How q and k lie where they are normed; G are windows. Of axes in one, such as (BH), the last is fastest. Where heads
+stand before tokens, windows may stand in between: BHND takes BHGND too."""
 
 
 class HeadNorm(nn.Module):
@@ -87,20 +89,19 @@ class HeadNorm(nn.Module):
         self.register_buffer("alpha", None)
         self.ramping = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, head: int | None = None) -> Tensor:
+        """x normed. With `head`, x is [B, N, D] of that head alone."""
         alpha = self.alpha if self.ramping else None
-        y = _wide(x)
-        if self.layout == "(BH)ND":
-            y = y.unflatten(0, (-1, self.heads))
+        y, axes = self._by_axes(_wide(x), head)
         if self.shift is not None:
-            y = y - _times(alpha, self._over_channels(self.shift))
-        y = self._normed(y, alpha)
+            y = y - _times(alpha, self._over_channels(self.shift, axes, head))
+        y = self._normed(y, axes, alpha)
         if self.weight is not None:
-            y = y * _power(alpha, self._over_channels(self.gain))
+            y = y * _power(alpha, self._over_channels(self.gain, axes, head))
         if self.bias is not None:
-            y = y + _times(alpha, self._over_channels(self.bias))
+            y = y + _times(alpha, self._over_channels(self.bias, axes, head))
         if self.scale is not None:
-            y = y * _power(alpha, self._over_heads(self.learned_scale / self.attention_scale))
+            y = y * _power(alpha, self._over_heads(self.learned_scale / self.attention_scale, axes, head))
         return y.to(x.dtype).view_as(x)
 
     def set_ramp(self, alpha: float) -> None:
@@ -132,15 +133,14 @@ class HeadNorm(nn.Module):
             return scale
         return scale.clamp(max=math.log(self.spec.scale_max)).exp()
 
-    def by_head(self, x: Tensor) -> Tensor:
-        """x, laid out as this norm takes it, as [B, H, N, D]."""
-        if self.layout == "(BH)ND":
-            merged: Tensor = x.unflatten(0, (-1, self.heads))
-            return merged
-        return x.transpose(1, 2) if self.layout == "BNHD" else x
+    def by_head(self, x: Tensor, head: int | None = None) -> Tensor:
+        """x, laid out as this norm takes it, as [B, H, N, D]; windows count as images."""
+        y, axes = self._by_axes(x, head)
+        order = [axes.index(letter) for letter in "BGHND" if letter in axes]
+        return y.permute(order).flatten(0, len(order) - 4)
 
     def as_laid_out(self, x: Tensor) -> Tensor:
-        """The inverse of `by_head`."""
+        """The inverse of `by_head`, where windows have no axis of their own and heads none with channels."""
         if self.layout == "(BH)ND":
             return x.flatten(0, 1)
         return x.transpose(1, 2) if self.layout == "BNHD" else x
@@ -157,31 +157,40 @@ class HeadNorm(nn.Module):
             self.set_ramp(float(alpha))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _normed(self, y: Tensor, alpha: Tensor | None = None) -> Tensor:
-        axes = [i for i, letter in enumerate(self._axes) if letter == "D" or (letter == "H" and self._whole)]
+    def _normed(self, y: Tensor, axes: str, alpha: Tensor | None = None) -> Tensor:
+        over = [i for i, letter in enumerate(axes) if letter == "D" or (letter == "H" and self._whole)]
         if self.spec.norm == "l2":
-            length: Tensor = torch.linalg.vector_norm(y, dim=axes, keepdim=True)
+            length: Tensor = torch.linalg.vector_norm(y, dim=over, keepdim=True)
             return y / _power(alpha, length.clamp_min(self.spec.eps))
         if self.spec.norm == "layernorm":
-            y = y - _times(alpha, y.mean(axes, keepdim=True))
-        return y * _power(alpha, torch.rsqrt(y.square().mean(axes, keepdim=True) + self.spec.eps))
+            y = y - _times(alpha, y.mean(over, keepdim=True))
+        return y * _power(alpha, torch.rsqrt(y.square().mean(over, keepdim=True) + self.spec.eps))
 
-    @property
-    def _axes(self) -> str:
-        return "BHND" if self.layout == "(BH)ND" else self.layout
+    def _by_axes(self, x: Tensor, head: int | None = None) -> tuple[Tensor, str]:
+        """x with an axis for each of B, H, N, D and perhaps G, and the letters of its axes in order."""
+        if head is not None:
+            return x.unsqueeze(1), "BHND"
+        axes = self.layout.replace("(", "").replace(")", "")
+        if self.layout.startswith("(BH)"):
+            x = x.unflatten(0, (-1, self.heads))
+        elif self.layout.endswith("(HD)"):
+            x = x.unflatten(-1, (self.heads, -1))
+        return x, axes.replace("HN", "HGN") if x.ndim > len(axes) else axes
 
     @property
     def _whole(self) -> bool:
         return self.spec.axis == "projection"
 
-    def _over_channels(self, values: Tensor) -> Tensor:
-        """[D] or [H*D], shaped to broadcast against the layout."""
+    def _over_channels(self, values: Tensor, axes: str, head: int | None) -> Tensor:
+        """[D] or [H*D], shaped to broadcast against the axes."""
         heads = values.numel() // self.head_dim
-        return values.view([{"H": heads, "D": self.head_dim}.get(letter, 1) for letter in self._axes])
+        values = values.view([{"H": heads, "D": self.head_dim}.get(letter, 1) for letter in axes])
+        return values if head is None or heads == 1 else values[:, head, None]
 
-    def _over_heads(self, values: Tensor) -> Tensor:
-        """[1] or [H], shaped to broadcast against the layout."""
-        return values.view([values.numel() if letter == "H" else 1 for letter in self._axes])
+    def _over_heads(self, values: Tensor, axes: str, head: int | None) -> Tensor:
+        """[1] or [H], shaped to broadcast against the axes."""
+        values = values.view([values.numel() if letter == "H" else 1 for letter in axes])
+        return values if head is None or values.numel() == 1 else values[:, head, None]
 
 
 def _wide(x: Tensor) -> Tensor:

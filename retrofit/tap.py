@@ -23,9 +23,7 @@ _MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bm
 _SOFTMAXES = {torch.softmax, torch.Tensor.softmax, F.softmax}
 _PRODUCTS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
 _QUOTIENTS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__}
-_MASKED = -50.0
-"""A key whose bias lies below this is hidden: a mask is -inf, the lowest number of a dtype or, in Swin, -100, where a
-bias is a few units."""
+_WRITES = {torch.Tensor.__setitem__, torch.Tensor.__iadd__, torch.Tensor.add_}
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Reading:
         if self.bias is None:
             return logits, None
         bias = self.bias.float() if self.bias.shape[-2] == 1 else self.bias[..., rows, :].float()
-        hidden = bias <= _MASKED
+        hidden = bias <= self.site.kind.masked
         return logits + bias, hidden.expand_as(logits) if bool(hidden.any()) else None
 
     def bias_absmax(self) -> float:
@@ -55,7 +53,7 @@ class Reading:
         if self.bias is None:
             return 0.0
         bias = self.bias.float()
-        return float(bias.masked_fill(bias <= _MASKED, 0.0).abs().max())
+        return float(bias.masked_fill(bias <= self.site.kind.masked, 0.0).abs().max())
 
     def sampled(self, images: int | None, heads: int | None, rows: int | None) -> Reading:
         """At most so many images, heads and queries, evenly spaced."""
@@ -75,6 +73,19 @@ class Reading:
 Reader = Callable[[Reading], None]
 
 
+@dataclass(frozen=True)
+class _Product:
+    """q.k as an attention module computed it, times the scale so far."""
+
+    result: Tensor
+    """The module's own tensor, by which the product is known again."""
+    value: Tensor
+    """Its values before the module writes a bias into it."""
+    q: Tensor
+    k: Tensor
+    scale: float
+
+
 class _Tap(TorchFunctionMode):
     """Sees the torch functions that attention modules call, fused or not, and hands each attention to the readers."""
 
@@ -83,9 +94,9 @@ class _Tap(TorchFunctionMode):
         self.readers = readers
         self.inside: list[Site] = []
         self._scaled: tuple[Tensor, Tensor, float] | None = None  # result, operand, factor
-        self._product: tuple[Tensor, Tensor, Tensor, float] | None = None  # q @ k^T, q, k, scale so far
-        self._projected: dict[str, Tensor] = {}
-        self._parts: list[tuple[Tensor, Tensor]] = []  # q, k of an attention that is not yet whole
+        self._products: list[_Product] = []  # since the last softmax
+        self._projected: dict[str, list[Tensor]] = {"q": [], "k": []}
+        self._parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # q, k, bias of an attention not yet whole
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,30 +106,46 @@ class _Tap(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             self._read_fused(*args, **kwargs)
-        elif func in _SOFTMAXES and self._product is not None:
+        elif func in _SOFTMAXES:
             self._read_unfused(args[0] if args else kwargs["input"])
+        elif func in _WRITES:
+            self._products = [
+                replace(p, value=p.value.clone()) if p.result is args[0] and p.value is args[0] else p
+                for p in self._products
+            ]
         result = func(*args, **kwargs)
         if func in _PRODUCTS | _QUOTIENTS and isinstance(args[1], float | int):
             factor = float(args[1]) if func in _PRODUCTS else 1.0 / args[1]
             self._scaled = (result, args[0], factor)
-            if self._product is not None and args[0] is self._product[0]:
-                _, q, k, scale = self._product
-                self._product = (result, q, k, scale * factor)
+            scaled = [p for p in self._products if p.result is args[0]]
+            self._products += [_Product(result, result, p.q, p.k, p.scale * factor) for p in scaled]
         elif func in _MATMULS:
-            q, factor = args[0], 1.0
-            if self._scaled is not None and self._scaled[0] is q:
-                _, q, factor = self._scaled
-            self._product = (result, q, args[1].transpose(-2, -1), factor)
+            self._products.append(_Product(result, result, *self._unscaled(args[0], args[1].transpose(-2, -1))))
+        elif func is torch.einsum:
+            operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            if _compares(args[0]):
+                self._products.append(_Product(result, result, *self._unscaled(*operands)))
         return result
 
     def leave(self) -> None:
         if self.inside:
             self.inside.pop()
-        self._scaled = self._product = None
-        self._parts, self._projected = [], {}
+        self._scaled = None
+        self._products, self._parts, self._projected = [], [], {"q": [], "k": []}
 
-    def project(self, norm: HeadNorm, x: Tensor) -> None:
-        self._projected[norm.role] = norm.by_head(x.detach())
+    def project(self, norm: HeadNorm, x: Tensor, head: int | None = None) -> None:
+        self._projected[norm.role].append(norm.by_head(x.detach(), head))
+
+    def _unscaled(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
+        """q before it was scaled, k, and the scale; q may have been transposed since."""
+        if self._scaled is not None:
+            result, operand, factor = self._scaled
+            if q is result:
+                return operand, k, factor
+            turned = result.transpose(-2, -1) if result.ndim > 1 else result
+            if q.shape == turned.shape and q.stride() == turned.stride() and _same_memory(q, result):
+                return operand.transpose(-2, -1), k, factor
+        return q, k, 1.0
 
     def _read_fused(
         self,
@@ -139,31 +166,53 @@ class _Tap(TorchFunctionMode):
         self._emit(query, key, scale if scale is not None else query.shape[-1] ** -0.5, bias)
 
     def _read_unfused(self, logits: Tensor) -> None:
-        assert self._product is not None
-        product, q, k, scale = self._product
-        self._product = None
-        if logits.shape == product.shape:
-            self._emit(q, k, scale, None if logits is product else (logits - product).detach())
+        product = next((p for p in reversed(self._products) if p.result.shape == logits.shape), None)
+        self._products = []
+        if product is not None:
+            plain = logits is product.value
+            self._emit(product.q, product.k, product.scale, None if plain else (logits - product.value).detach())
 
     def _emit(self, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> None:
         site = self.inside[-1]
-        q, k = q.detach(), k.detach()
-        if q.ndim == 3:  # images and heads in one axis
-            q, k = q.unflatten(0, (-1, site.heads)), k.unflatten(0, (-1, site.heads))
-            bias = bias.unflatten(0, (-1, site.heads)) if bias is not None and bias.ndim == 3 else bias
+        if bias is not None and bias.ndim == q.ndim:
+            bias = _by_head(bias, site)
+        q, k = _by_head(q.detach(), site), _by_head(k.detach(), site)
         if k.shape[1] != q.shape[1]:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        if q.shape[1] < site.heads:  # differential attention, fused: a call for every other head
-            self._parts.append((q, k))
+        if q.shape[1] < site.heads:  # a call for every other head (differential attention, fused), or one for each
+            self._parts.append((q, k, bias))
             if len(self._parts) * q.shape[1] < site.heads:
                 return
-            q, k = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*self._parts, strict=True))
+            q, k = (torch.stack([part[i] for part in self._parts], 2).flatten(1, 2) for i in (0, 1))
+            if bias is not None and bias.ndim == 4:
+                bias = torch.stack([part[2] for part in self._parts], 2).flatten(1, 2)
             self._parts = []
-        projected = (self._projected["q"], self._projected["k"]) if len(self._projected) == 2 else None
+        before = [torch.cat(x, 1) if len(x) > 1 else x[0] for x in self._projected.values() if x]
+        projected = (before[0], before[1]) if len(before) == 2 else None
         # Without torch functions: another probe around this one must not take the readers' own work for attention.
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
             for reader in self.readers:
                 reader(Reading(site, q, k, scale, bias, projected))
+
+
+def _by_head(x: Tensor, site: Site) -> Tensor:
+    """q, k or their product as attention computes it, as [B, H, ., .]; windows count as images."""
+    if x.ndim == 3 or site.kind.layout == "(BH)GND":
+        x = x.unflatten(0, (-1, 1 if site.kind.serial else site.heads))
+    if x.ndim == 5:
+        x = (x if site.kind.layout == "BGHND" else x.transpose(1, 2)).flatten(0, 1)
+    return x
+
+
+def _compares(equation: str) -> bool:
+    """Whether an einsum multiplies each q with each k, as bhqd,bhkd->bhqk does."""
+    operands, _, result = equation.replace(" ", "").partition("->")
+    q, _, k = operands.partition(",")
+    return len(q) == len(k) > 2 and q[:-2] == k[:-2] and q[-1] == k[-1] and result == q[:-1] + k[-2]
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 @contextmanager
@@ -194,7 +243,7 @@ def tapped(sites: Sequence[Site], *readers: Reader) -> Iterator[None]:
 
         def project(norm: nn.Module, args: Any) -> None:
             assert isinstance(norm, HeadNorm)
-            tap.project(norm, args[0])
+            tap.project(norm, *args)
 
         handles += [norm.register_forward_pre_hook(project) for norm in site.norms or ()]
         handles += [

@@ -25,7 +25,7 @@ native = pytest.mark.parametrize("name", [n for n, a in ZOO.items() if "native" 
 class Same(HeadNorm):
     """A norm that does nothing."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, head: int | None = None) -> torch.Tensor:
         return x
 
 
@@ -39,19 +39,30 @@ def sites(model) -> list[Site]:
     return [site for site in sites_of(model)[0] if not site.kind.pool]
 
 
-def formula(x: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
+def formula(x: torch.Tensor, norm: HeadNorm, head: int | None) -> torch.Tensor:
     """RMSNorm per head with a gain per head, in float64, from x [B, H, N, D]."""
     x = x.double()
     gain = norm.weight.double().view(norm.heads, 1, norm.head_dim)
-    shift = 0.0 if norm.shift is None else norm.shift.double().view(norm.heads, 1, norm.head_dim)
+    shift = torch.zeros_like(gain) if norm.shift is None else norm.shift.double().view_as(gain)
+    if head is not None:
+        gain, shift = gain[head], shift[head]
     x = x - shift
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
 
 
-def as_bhnd(x: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
+def as_bhnd(x: torch.Tensor, norm: HeadNorm, head: int | None) -> torch.Tensor:
+    """x as [B, H, N, D], whatever way it came; windows count as images."""
+    if head is not None:  # [B, N, D] of that head
+        return x[:, None]
     if norm.layout == "BNHD":
         return x.transpose(1, 2)
-    return x.reshape(-1, norm.heads, *x.shape[1:]) if norm.layout == "(BH)ND" else x
+    if norm.layout == "BN(HD)":
+        return x.reshape(*x.shape[:2], norm.heads, norm.head_dim).transpose(1, 2)
+    if norm.layout == "BGHND":
+        return x.reshape(-1, *x.shape[2:])
+    if norm.layout.startswith("(BH)"):
+        x = x.reshape(-1, norm.heads, *x.shape[1:])
+    return torch.cat(x.unbind(2)) if x.ndim == 5 else x
 
 
 def test_the_zoo_holds_every_class_that_surgery_knows() -> None:
@@ -97,13 +108,15 @@ def test_norms_each_head_by_the_formula(animal, position: str) -> None:
         for norm in site.norms:
             for p in norm.parameters():
                 p.data = torch.randn(p.shape, generator=generator)
-            norm.register_forward_hook(lambda m, args, out: seen.append((m, args[0], out)))
+            norm.register_forward_hook(lambda m, args, out: seen.append((m, *args, out)))
     run(animal, model)
     assert len(seen) >= 2 * animal.sites
-    for norm, x, out in seen:
+    for norm, x, *head, out in seen:
         assert out.dtype == x.dtype
         assert out.shape == x.shape
-        torch.testing.assert_close(as_bhnd(out, norm).double(), formula(as_bhnd(x, norm), norm), rtol=1e-4, atol=1e-5)
+        one = head[0] if head else None
+        wanted = formula(as_bhnd(x, norm, one), norm, one)
+        torch.testing.assert_close(as_bhnd(out, norm, one).double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @each

@@ -1,6 +1,6 @@
-"""Attention classes with one line put in: the installed forward plus the norm, as a subclass.
+"""Attention classes with one line put in: the installed source plus the norm, as a subclass.
 
-The forward is read from the installed library. Where a line that an edit leans on does not stand there exactly once,
+The source is read from the installed library. Where a line that an edit leans on does not stand there exactly once,
 the class is refused: the library is then not the one that the edit was written for. The subclasses pickle by name:
 importing one from here makes it again.
 """
@@ -23,18 +23,36 @@ _PREFIX = "Normed"
 
 @dataclass(frozen=True)
 class Edit:
-    """Where in a class's forward q and k are normed. Lines are named by how they begin."""
+    """Where in a class's source q and k are normed. Lines are named by how they begin."""
 
     after: str | None = None
     """The norm goes right after this line."""
     before: str | None = None
     """Or right before this one."""
+    instead: str | None = None
+    """Or in its place, where one line makes q and scales it; named whole."""
     drop: str | None = None
     """This line is left out: the library's own use of its slots, where the norm moves elsewhere."""
     q: str = "q"
     k: str = "k"
+    line: str | None = None
+    """What goes in, where q and k do not lie as [..., tokens, channels] under names of their own."""
+    method: str = "forward"
+    """The method that computes attention."""
+    also: Edit | None = None
+    """A second edit of the class: of another branch, of another method, or of a later use of q as it was."""
     place: str = ""
     """Tells two edits of one class apart in the subclass's name."""
+
+    @property
+    def norm(self) -> str:
+        """The line that goes in."""
+        return self.line or f"{self.q}, {self.k} = self.q_norm({self.q}), self.k_norm({self.k})"
+
+    @property
+    def whole(self) -> tuple[Edit, ...]:
+        """This edit and what comes with it."""
+        return (self, *(self.also.whole if self.also is not None else ()))
 
 
 def original(cls: type) -> type:
@@ -48,36 +66,54 @@ def derived(path: str, edit: Edit) -> type:
     module_name, _, class_name = path.rpartition(".")
     module = importlib.import_module(module_name)
     base: type = getattr(module, class_name)
-    lines = textwrap.dedent(inspect.getsource(_forward(base))).splitlines()
+    sources: dict[str, list[str]] = {}
+    for one in edit.whole:
+        if one.method not in sources:
+            sources[one.method] = _source(base, one.method)
+        _make(sources[one.method], one, base)
+    namespace: dict[str, Any] = {}
+    for method, lines in sources.items():
+        source = "\n".join(lines) + "\n"
+        filename = f"<{path}.{method} with QK-Norm>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
+        exec(compile(source, filename, "exec"), module.__dict__, namespace)
+    name = _name(path, edit)
+    methods = {method: namespace[method] for method in sources}
+    return type(name, (base,), {**methods, "__module__": __name__, "__qualname__": name})
 
-    def find(beginning: str) -> int:
-        at = [i for i, line in enumerate(lines) if line.strip().startswith(beginning)]
+
+def _source(base: type, method: str) -> list[str]:
+    function = getattr(base, method, None)
+    return [] if function is None else textwrap.dedent(inspect.getsource(inspect.unwrap(function))).splitlines()
+
+
+def _make(lines: list[str], edit: Edit, base: type) -> None:
+    """Makes one edit in the lines of a method."""
+
+    def find(beginning: str, *, whole: bool = False) -> int:
+        stripped = [line.strip() for line in lines]
+        at = [i for i, line in enumerate(stripped) if (line == beginning if whole else line.startswith(beginning))]
         if len(at) != 1 or any("super()" in line for line in lines):
-            library = module_name.partition(".")[0]
+            library = base.__module__.partition(".")[0]
             version = getattr(sys.modules[library], "__version__", "unknown")
             raise ModelError(
-                f"{class_name} of {library} {version} is not laid out as expected ({beginning!r} stands {len(at)} "
-                f"times in its forward), so that QK-Norm cannot be put in safely; install another version of {library}"
+                f"{base.__name__} of {library} {version} is not laid out as expected ({beginning!r} stands {len(at)} "
+                f"times in its {edit.method}), so that QK-Norm cannot be put in safely; install another version of "
+                f"{library}"
             )
         return at[0]
 
     if edit.drop is not None:
         del lines[find(edit.drop)]
-    at = find(edit.after) + 1 if edit.after is not None else find(edit.before or "")
-    neighbour = lines[at - 1 if edit.after is not None else at]
-    indent = neighbour[: len(neighbour) - len(neighbour.lstrip())]
-    lines.insert(at, f"{indent}{edit.q}, {edit.k} = self.q_norm({edit.q}), self.k_norm({edit.k})")
-    source = "\n".join(lines) + "\n"
-    filename = f"<{path}.forward with QK-Norm>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
-    namespace: dict[str, Any] = {}
-    exec(compile(source, filename, "exec"), module.__dict__, namespace)
-    name = _name(path, edit)
-    return type(name, (base,), {"forward": namespace["forward"], "__module__": __name__, "__qualname__": name})
-
-
-def _forward(base: type) -> Any:
-    return inspect.unwrap(base.__dict__["forward"])
+    beginning = edit.after or edit.before or edit.instead
+    assert beginning is not None, "an edit needs a line to stand at"
+    at = find(beginning, whole=edit.instead is not None)
+    neighbour = lines[at]
+    norm = neighbour[: len(neighbour) - len(neighbour.lstrip())] + edit.norm
+    if edit.instead is not None:
+        lines[at] = norm
+    else:
+        lines.insert(at + 1 if edit.after is not None else at, norm)
 
 
 def _name(path: str, edit: Edit) -> str:

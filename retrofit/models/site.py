@@ -18,6 +18,15 @@ from retrofit.models.derive import Edit, derived, original
 from retrofit.norms import HeadNorm, Layout
 from retrofit.qknorm import QKNorm
 
+_QUERIES = {"qkv": 3, "qk": 2, "q": 1, "wq": 1, "projection_query": 1}
+"""Layers that make q, and how many of q, k and v each makes."""
+_PROJECTIONS = (
+    *_QUERIES,
+    *("k", "kv", "q_proj", "k_proj", "query", "key", "in_proj", "wk", "pwise", "qkvs", "projection_key"),
+    *("queries_keys_values", "keys_values", "queries"),
+)
+"""What the libraries call the layers that make q and k."""
+
 
 @dataclass(frozen=True)
 class AttentionClass:
@@ -25,14 +34,16 @@ class AttentionClass:
 
     path: str
     """Module and name, such as `timm.layers.attention.Attention`."""
-    heads: str = "num_heads"
-    """Attribute that holds the number of query heads."""
-    kv_heads: str | None = None
-    """Attribute that holds the number of key heads, where queries are grouped."""
+    heads: str | int = "num_heads"
+    """Attribute that holds the number of query heads, or the number itself."""
+    kv_heads: str | int | None = None
+    """The same for key heads, where queries share them."""
     split: int = 1
     """Into how many heads of its own each of those is split, as differential attention does."""
-    head_dim: str = "head_dim"
-    """Attribute that holds the number of channels of a head."""
+    serial: bool = False
+    """Whether the heads are computed one after another, each norm called with the head's number."""
+    head_dim: str | None = "head_dim"
+    """Attribute that holds the number of channels of a head. None: what the projection says."""
     scale: str | None = "scale"
     """Attribute that holds the factor on q.k. None: 1/sqrt(head_dim)."""
     layout: Layout = "BHND"
@@ -44,6 +55,8 @@ class AttentionClass:
     """Where it goes after the rotation. None: that cannot be had."""
     bias_from_q: bool = False
     """Whether a relative position bias is computed from q after the norm."""
+    masked: float = -1e4
+    """A key whose bias lies below this is hidden: a mask is -inf, the lowest number of a dtype or, in Swin, -100."""
     pool: bool = False
     """An attention pool: left alone unless the formula says pools=True."""
 
@@ -75,10 +88,8 @@ class Site:
     @property
     def projections(self) -> list[nn.Parameter]:
         """The weights that make q and k (and v, where one weight makes them all)."""
-        names = ("qkv", "qk", "q", "k", "kv", "q_proj", "k_proj", "query", "key", "in_proj")
-        layers = (getattr(self.module, name, None) for name in names)
-        weights = (layer.weight for layer in layers if isinstance(layer, nn.Module) and hasattr(layer, "weight"))
-        return [w for w in weights if isinstance(w, nn.Parameter)]
+        layers = (getattr(self.module, name, None) for name in _PROJECTIONS)
+        return [w for layer in layers if isinstance(layer, nn.Module) for w in layer.parameters() if w.ndim > 1]
 
     @property
     def norms(self) -> tuple[HeadNorm, HeadNorm] | None:
@@ -101,6 +112,8 @@ class Site:
         """Raises ModelError unless the norm can be put where `spec` wants it."""
         if self.rotated and spec.position == "after_rope" and self.kind.after_rope is None:
             raise ModelError(f'{type(self.module).__name__} cannot be normed after RoPE; take position="before_rope"')
+        if self.kind.serial and spec.axis == "projection":
+            raise ModelError(f'{type(self.module).__name__} computes its heads one after another; take axis="head"')
         edit = self._edit(spec)
         if edit is not None:
             derived(self.kind.path, edit)
@@ -168,11 +181,21 @@ def find_sites(
 
 
 def _site(name: str, module: nn.Module, kind: AttentionClass, modules: Mapping[str, nn.Module]) -> Site:
-    heads = int(getattr(module, kind.heads)) * kind.split
-    kv_heads = int(getattr(module, kind.kv_heads)) if kind.kv_heads else heads
-    head_dim = int(getattr(module, kind.head_dim))
+    def figure(fact: str | int) -> int:
+        return fact if isinstance(fact, int) else int(getattr(module, fact))
+
+    heads = figure(kind.heads) * kind.split
+    kv_heads = figure(kind.kv_heads) if kind.kv_heads is not None else heads
+    head_dim = figure(kind.head_dim) if kind.head_dim is not None else _width(module) // heads
     scale = head_dim**-0.5 if kind.scale is None else float(getattr(module, kind.scale))
     return Site(name, module, kind, heads, kv_heads, head_dim, scale, _rotated(name, kind, modules))
+
+
+def _width(module: nn.Module) -> int:
+    """The channels of q, all heads together, from the layer that makes it."""
+    made = ((getattr(module, name, None), parts) for name, parts in _QUERIES.items())
+    layer, parts = next((layer, parts) for layer, parts in made if isinstance(layer, nn.Module))
+    return next(w for w in layer.parameters() if w.ndim > 1).shape[0] // parts
 
 
 def _rotated(name: str, kind: AttentionClass, modules: Mapping[str, nn.Module]) -> bool:
