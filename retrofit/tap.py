@@ -183,9 +183,10 @@ class _Tap(TorchFunctionMode):
             self._parts.append((q, k, bias))
             if len(self._parts) * q.shape[1] < site.heads:
                 return
-            q, k = (torch.stack([part[i] for part in self._parts], 2).flatten(1, 2) for i in (0, 1))
+            qs, ks, biases = zip(*self._parts, strict=True)
+            q, k = torch.stack(qs, 2).flatten(1, 2), torch.stack(ks, 2).flatten(1, 2)
             if bias is not None and bias.ndim == 4:
-                bias = torch.stack([part[2] for part in self._parts], 2).flatten(1, 2)
+                bias = torch.stack([b for b in biases if b is not None], 2).flatten(1, 2)
             self._parts = []
         before = [torch.cat(x, 1) if len(x) > 1 else x[0] for x in self._projected.values() if x]
         projected = (before[0], before[1]) if len(before) == 2 else None
@@ -212,7 +213,7 @@ def _compares(equation: str) -> bool:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 @contextmanager

@@ -17,12 +17,11 @@ class Animal:
     facts: frozenset[str] = field(default_factory=frozenset)
     """rope: a rotation follows the norm; pool: an attention pool is left alone; native: timm's qk_norm=True fits."""
 
-    def run(self, model: Any) -> Any:
-        """The first tensor that the model returns."""
-        import torch
+    output: Callable[[Any], Any] = lambda result: result if hasattr(result, "backward") else result[0]
+    """The tensor of what the model returns that all sites have a part in; the first."""
 
-        result = model(**self.inputs())
-        return result if isinstance(result, torch.Tensor) else result[0]
+    def run(self, model: Any) -> Any:
+        return self.output(model(**self.inputs()))
 
 
 def images(side: int = 32, name: str = "x", *, frames: int = 0) -> Callable[[], dict[str, Any]]:
@@ -36,13 +35,16 @@ def images(side: int = 32, name: str = "x", *, frames: int = 0) -> Callable[[], 
 
 
 def awake(model: Any) -> Any:
-    """With the factors that start at or near 0, such as those of residual branches, at 1."""
+    """With what starts at 0 elsewhere: the factors of residual branches at 1, heads and biases of position drawn."""
     import torch
 
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
         for name, p in model.named_parameters():
             if p.ndim == 1 and p.abs().max() < 1e-3 and not name.endswith("bias"):
                 p.fill_(1.0)
+            elif p.ndim > 1 and not p.any():
+                p.normal_(std=0.2)
     return model
 
 
@@ -87,6 +89,7 @@ def hf_model(
         settings = {k: v for k, v in {**SMALL, **args}.items() if k not in drop}
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return getattr(transformers, model)(getattr(transformers, config)(**settings)).eval()
+            made = getattr(transformers, model)(getattr(transformers, config)(**settings)).eval()
+        return awake(made)
 
     return Animal(build, sites, inputs or images(name="pixel_values"), frozenset(facts))

@@ -180,20 +180,22 @@ def test_derived_forward_is_the_original_plus_the_norm(kind: str, attention: str
 
 
 @pytest.mark.parametrize(("kind", "edit"), DERIVED)
-def test_derived_source_differs_by_one_line(kind, edit) -> None:
+def test_derived_source_differs_by_the_norm_alone(kind, edit) -> None:
     cls = derived(kind.path, edit)
     assert cls is derived(kind.path, edit)
     assert getattr(derive, cls.__name__) is cls  # as unpickling finds it
-    base_lines = [line.strip() for line in inspect.getsource(original(cls).forward).splitlines()]
-    our_lines = [line.strip() for line in inspect.getsource(cls.forward).splitlines()]
-    added = f"{edit.q}, {edit.k} = self.q_norm({edit.q}), self.k_norm({edit.k})"
-    at = our_lines.index(added)
-    rest = our_lines[:at] + our_lines[at + 1 :]
-    assert rest == [line for line in base_lines if edit.drop is None or not line.startswith(edit.drop)]
-    if edit.after is not None:
-        assert our_lines[at - 1].startswith(edit.after)
-    else:
-        assert our_lines[at + 1].startswith(edit.before)
+    for method in {one.method for one in edit.whole}:
+        base, ours = (
+            [line.strip() for line in inspect.getsource(getattr(c, method)).splitlines()] for c in (original(cls), cls)
+        )
+        for one in edit.whole:
+            if one.method == method:
+                at = ours.index(one.norm)
+                assert (one.after is None) or ours[at - 1].startswith(one.after)
+                assert (one.before is None) or ours[at + 1].startswith(one.before)
+                ours[at : at + 1] = [] if one.instead is None else [one.instead]
+        dropped = [one.drop for one in edit.whole if one.drop is not None]
+        assert ours == [line for line in base if not any(line.startswith(d) for d in dropped)]
 
 
 def test_derived_instances_copy_and_pickle(images) -> None:

@@ -139,9 +139,12 @@ def test_models_without_known_attention_are_refused(images) -> None:
     swin = timm.create_model("swinv2_tiny_window8_256", img_size=64, window_size=4, embed_dim=24, depths=(1, 1, 1, 1))
     cosine = r"4 x WindowAttention: cosine attention already, which bounds it \(layers\.0\.blocks\.0\.attn, …\)$"
     refused(swin, rf"^SwinTransformerV2 cannot take QK-Norm: {cosine}", QKNorm(), images)
-    beit = timm.create_model("beit_base_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)
-    later = r"1 x Attention: not supported yet \(blocks\.0\.attn\)$"
-    refused(beit, rf"^Beit cannot take QK-Norm: {later}", QKNorm(), images)
+    edgenext = timm.create_model("edgenext_xx_small", dims=(8, 16, 16, 16), heads=(2, 2, 2, 2))
+    channel = r"3 x CrossCovarianceAttn: channel attention: its softmax is over channels, not over tokens \(stages\.1"
+    refused(edgenext, rf"^EdgeNeXt cannot take QK-Norm: {channel}", QKNorm(), images)
+    pool = timm.create_model("resnet50_clip")
+    only = r"1 x an attention pool; pools=True norms it too \(head\)$"
+    refused(pool, rf"^ByobNet cannot take QK-Norm: {only}", QKNorm(), images)
 
 
 @pytest.mark.parametrize("init", ["match", "fit"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from animal import Animal, awake, images, timm_model
+from animal import SMALL, Animal, awake, hf_model, images, timm_model
 
 
 def _made(path: str, name: str, sites: int, side: int = 32, **args: Any) -> Animal:
@@ -76,6 +76,23 @@ def _byo(attention: str, name: str, head: str, *facts: str, side: int = 32, **se
     return replace(animal, facts=frozenset(facts))
 
 
+def _hf(model: str, config: str, sites: int, side: int = 64, **args: Any) -> Animal:
+    """A model of transformers whose configuration has a value for each stage."""
+    drop = tuple(key for key in SMALL if key not in args)
+    return hf_model(model, config, sites=sites, drop=drop, inputs=images(side, "pixel_values"), **args)
+
+
+_STAGES = {"hidden_sizes": [16, 32], "num_attention_heads": [2, 4], "depths": [1, 2], "num_encoder_blocks": 2}
+_WINDOWS = {"image_size": 32, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_SAM = {
+    "sites": 2,
+    "drop": ("intermediate_size",),
+    "initializer_range": 0.2,
+    "image_size": 32,
+    "window_size": 2,
+    "global_attn_indexes": [1],
+    "output_channels": 8,
+}
 _PYRAMID = {"embed_dims": (16, 32, 32, 32), "num_heads": (1, 2, 2, 2), "depths": (1, 1, 1, 1)}
 
 HIERARCHICAL: dict[str, Animal] = {
@@ -288,4 +305,92 @@ HIERARCHICAL: dict[str, Animal] = {
         layer_scale_init_value=1.0,
     ),
     "attention_2d": _alone("_efficientnet_blocks.MobileAttention", 32, num_heads=4, layer_scale_init_value=1.0),
+    "hf_swin": _hf("SwinForImageClassification", "SwinConfig", 4, 32, **_WINDOWS),
+    "hf_donut_swin": _hf("DonutSwinForImageClassification", "DonutSwinConfig", 4, 32, **_WINDOWS),
+    "hf_segformer": _hf("SegformerForImageClassification", "SegformerConfig", 3, sr_ratios=[4, 1], **_STAGES),
+    "hf_hiera": _hf(
+        "HieraForImageClassification",
+        "HieraConfig",
+        4,
+        image_size=[64, 64],
+        embed_dim=16,
+        depths=[1, 1, 1, 1],
+    ),
+    "hf_pvt": _hf(
+        "PvtForImageClassification", "PvtConfig", 3, image_size=64, sequence_reduction_ratios=[4, 1], **_STAGES
+    ),
+    "hf_pvt_v2": _hf("PvtV2ForImageClassification", "PvtV2Config", 3, image_size=64, sr_ratios=[4, 1], **_STAGES),
+    "hf_glpn": _hf("GLPNModel", "GLPNConfig", 3, sr_ratios=[4, 1], **_STAGES),
+    "hf_mobilevit": _hf(
+        "MobileViTForImageClassification",
+        "MobileViTConfig",
+        9,
+        128,
+        image_size=128,
+        hidden_sizes=[16, 16, 24],
+        neck_hidden_sizes=[8, 8, 8, 16, 16, 16, 32],
+        initializer_range=0.3,
+    ),
+    "hf_cvt": _hf(
+        "CvtForImageClassification", "CvtConfig", 6, embed_dim=[16, 32, 32], num_heads=[1, 2, 4], depth=[1, 2, 3]
+    ),
+    "hf_levit": _hf(
+        "LevitForImageClassification",
+        "LevitConfig",
+        5,
+        128,
+        image_size=128,
+        hidden_sizes=[16, 24, 32],
+        num_attention_heads=[2, 3, 4],
+        depths=[1, 1, 1],
+        key_dim=[8, 8, 8],
+    ),
+    "hf_vitdet": hf_model(
+        "VitDetModel",
+        "VitDetConfig",
+        drop=("intermediate_size",),
+        use_relative_position_embeddings=True,
+        pretrain_image_size=32,
+        window_block_indices=[0],
+        window_size=2,
+    ),
+    "hf_timesformer": hf_model(
+        "TimesformerModel",
+        "TimesformerConfig",
+        sites=4,
+        inputs=images(name="pixel_values", frames=2),
+        num_frames=2,
+    ),
+    "hf_blip2": hf_model("Blip2VisionModel", "Blip2VisionConfig", initializer_range=0.2),
+    "hf_sam": hf_model("SamVisionModel", "SamVisionConfig", **_SAM),
+    "hf_sam_eager": hf_model("SamVisionModel", "SamVisionConfig", attn_implementation="eager", **_SAM),
+    "hf_sam_hq": hf_model("SamHQVisionModel", "SamHQVisionConfig", **_SAM),
+    "hf_sam_hq_eager": hf_model("SamHQVisionModel", "SamHQVisionConfig", attn_implementation="eager", **_SAM),
+    "hf_internvl": hf_model("InternVLVisionModel", "InternVLVisionConfig", image_size=[32, 32], patch_size=[8, 8]),
+    "hf_vjepa2": replace(
+        hf_model(
+            "VJEPA2Model",
+            "VJEPA2Config",
+            sites=4,
+            drop=("image_size", "intermediate_size"),
+            inputs=images(name="pixel_values_videos", frames=4),
+            hidden_size=48,
+            num_attention_heads=4,
+            crop_size=32,
+            frames_per_clip=4,
+            pred_hidden_size=48,
+            pred_num_attention_heads=4,
+            pred_num_hidden_layers=2,
+        ),
+        output=lambda result: result.predictor_output.last_hidden_state,
+    ),
+    "hf_eomt_dinov3": hf_model(
+        "EomtDinov3ForUniversalSegmentation",
+        "EomtDinov3Config",
+        "rope",
+        num_queries=4,
+        num_blocks=1,
+        num_upscale_blocks=1,
+        num_register_tokens=1,
+    ),
 }

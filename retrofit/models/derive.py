@@ -71,13 +71,13 @@ def derived(path: str, edit: Edit) -> type:
         if one.method not in sources:
             sources[one.method] = _source(base, one.method)
         _make(sources[one.method], one, base)
+    name = _name(path, edit)
     namespace: dict[str, Any] = {}
     for method, lines in sources.items():
         source = "\n".join(lines) + "\n"
-        filename = f"<{path}.{method} with QK-Norm>"
+        filename = f"<{name}.{method}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
         exec(compile(source, filename, "exec"), module.__dict__, namespace)
-    name = _name(path, edit)
     methods = {method: namespace[method] for method in sources}
     return type(name, (base,), {**methods, "__module__": __name__, "__qualname__": name})
 

@@ -2,6 +2,10 @@
 
 Each helper below names, for a group of classes that are written alike, the line after which q and k are there and what
 the source calls them.
+
+A relative position bias that is computed from q (SAM, ViTDet) is computed from the normed q, as timm's qk_norm does in
+SAM. V-JEPA 2's rotation is none: it pairs channels otherwise than it turns them and so changes their lengths; the norm
+goes after it, where attention sees q and k.
 """
 
 from __future__ import annotations
@@ -44,6 +48,22 @@ _data2vec = partial(
     head_dim="attention_head_size",
     scale=None,
 )
+_pvt = partial(_data2vec, made="key_layer = self.transpose_for_scores(self.key(hidden_states))")
+_sam = partial(
+    _kind,
+    made="query, key, value = qkv.reshape(3, ",
+    names="query, key",
+    heads="num_attention_heads",
+    head_dim=None,
+    layout="(BH)ND",
+    bias_from_q=True,
+)
+_levit = partial(
+    AttentionClass,
+    heads="num_attention_heads",
+    head_dim="key_dim",
+    edit=Edit(before="attention = query @ key.transpose(-2, -1) * self.scale", q="query", k="key"),
+)
 _rotary = partial(
     _kind,
     made="key_states = key_states.view(",
@@ -52,7 +72,7 @@ _rotary = partial(
     after_rope=Edit(f"{_STATES} = apply_rotary_pos_emb(", q="query_states", k="key_states", place="AfterRope"),
 )
 
-ATTENTION = (
+_FLAT = (
     _vit("vit.modeling_vit.ViTAttention"),
     _vit("deit.modeling_deit.DeiTAttention"),
     _vit("dinov2.modeling_dinov2.Dinov2Attention"),
@@ -79,8 +99,54 @@ ATTENTION = (
     _data2vec("data2vec.modeling_data2vec_vision.Data2VecVisionSelfAttention"),
     _data2vec("data2vec.modeling_data2vec_vision.Data2VecVisionSdpaSelfAttention"),
     _rotary("dinov3_vit.modeling_dinov3_vit.DINOv3ViTAttention", rope="rope_embeddings"),
+    _rotary("eomt_dinov3.modeling_eomt_dinov3.EomtDinov3Attention", rope="rope_embeddings"),
     _rotary("pixtral.modeling_pixtral.PixtralAttention", rope="patch_positional_embedding"),
 )
+_HIERARCHICAL = (
+    _vit("swin.modeling_swin.SwinAttention", masked=-50.0),
+    _vit("segformer.modeling_segformer.SegformerAttention", made="key_states = self.k_proj(kv_hidden_states).view("),
+    AttentionClass(
+        "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention",
+        edit=Edit(before="attn_weights = (query * self.scale) @ key", q="query", k="key"),
+    ),
+    _pvt("pvt.modeling_pvt.PvtEfficientSelfAttention"),
+    _pvt("pvt_v2.modeling_pvt_v2.PvtV2SelfAttention"),
+    _data2vec("glpn.modeling_glpn.GLPNEfficientSelfAttention"),
+    _data2vec("mobilevit.modeling_mobilevit.MobileViTSelfAttention"),
+    _data2vec("donut.modeling_donut_swin.DonutSwinSelfAttention", masked=-50.0),
+    AttentionClass(
+        "transformers.models.vitdet.modeling_vitdet.VitDetAttention",
+        head_dim=None,
+        layout="(BH)ND",
+        bias_from_q=True,
+        edit=Edit(before="attention_scores = (queries * self.scale) @ keys", q="queries", k="keys"),
+    ),
+    AttentionClass(
+        "transformers.models.cvt.modeling_cvt.CvtSelfAttention",
+        head_dim=None,
+        edit=Edit(before="attention_score = torch.einsum(", q="query", k="key"),
+    ),
+    _levit("transformers.models.levit.modeling_levit.LevitAttention"),
+    _levit("transformers.models.levit.modeling_levit.LevitAttentionSubsample"),
+    _kind(
+        "timesformer.modeling_timesformer.TimesformerSelfAttention",
+        made="query, key, value = qkv[0], qkv[1], qkv[2]",
+        names="query, key",
+        head_dim=None,
+    ),
+    _kind(
+        "blip_2.modeling_blip_2.Blip2Attention",
+        made="query_states, key_states, value_states = mixed_qkv[0], mixed_qkv[1]",
+        names=_STATES,
+    ),
+    _sam("sam.modeling_sam.SamVisionAttention"),
+    _sam("sam.modeling_sam.SamVisionSdpaAttention"),
+    _sam("sam_hq.modeling_sam_hq.SamHQVisionAttention"),
+    _sam("sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention"),
+    AttentionClass("transformers.models.internvl.modeling_internvl.InternVLVisionAttention", layout="BN(HD)"),
+    _yolos("vjepa2.modeling_vjepa2.VJEPA2RopeAttention", made="query_layer = self.apply_rotary_embeddings(query_layer"),
+)
+ATTENTION = (*_FLAT, *_HIERARCHICAL)
 
 OTHERS = {
     "transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention": "cosine attention already, which bounds it",

@@ -199,6 +199,8 @@ OTHERS = {
     "timm.models.swiftformer.EfficientAdditiveAttention": _LINEAR,
     "timm.layers.lambda_layer.LambdaLayer": _LINEAR,
     "timm.models.volo.OutlookAttention": "outlook attention: it has no keys",
+    "timm.models.nextvit.ConvAttention": "attention by convolution: it has no q and k",
+    "timm.models.csatv2.SpatialAttention": "a gate from a convolution: it has no q and k",
     "timm.models.csatv2.SpatialTransformerBlock": "attention of a single channel, which a norm would reduce to signs",
     "timm.layers.attention_pool.AttentionPoolPrr": "a pool whose q and k are the tokens themselves",
     "timm.layers.attention2d.MultiQueryAttentionV2": "an einsum form that no model of timm uses",
