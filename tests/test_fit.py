@@ -106,20 +106,21 @@ def test_every_formula_comes_nearer(spec: QKNorm, kind: str, images) -> None:
     assert all(layer.shifted == (kind != "rope" or spec.position == "after_rope") for layer in layers)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ZOO if name not in ("hf_vivit", "hf_videomae", "hf_siglip2", "hf_pixtral")]
-)
+VIDEO = ("hf_vivit", "hf_videomae", "hf_timesformer", "hf_vjepa2")
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in (*VIDEO, "hf_siglip2", "hf_pixtral")])
 def test_every_class_of_attention_is_fitted(name: str) -> None:
     """What the result says was reached is reached in the live model, whose layers below are the original's own."""
     animal = ZOO[name]
     model = animal.build()
-    side = 64 if name == "sam" else 32
+    side = next(iter(animal.inputs().values())).shape[-1]
     images = torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(5))
     insertion = insert_qk_norm(model, PER_HEAD, images)
     assert len(insertion.layers) == animal.sites
     for layer in insertion.layers:
-        assert 0 <= layer.kl <= layer.kl_match + 1e-7
-        assert layer.kl < layer.kl_ones
+        assert -1e-7 <= layer.kl <= layer.kl_match + 1e-7
+        assert layer.kl < max(layer.kl_ones, 1e-5)  # where attention is all but uniform there is nothing to reach
     assert ("RoPE" in " ".join(insertion.remarks)) == ("rope" in animal.facts)
 
 
