@@ -26,6 +26,7 @@ from retrofit.train import (
     check_shares,
     check_trackers,
     on_main,
+    resume,
     runs_at_once,
     steps_of,
     stoppable,
@@ -83,6 +84,8 @@ def _begin(
     run_dir, recipe = study.run_dir, study.recipe
     runfiles.claim(run_dir, runfiles.MANIFEST, force)
     missing = [key for key in mine if not (run_dir / key.folder / runfiles.RESULT).is_file()]
+    for key in {*mine} - {*missing}:
+        resume.remove(run_dir / key.folder)  # which a kill between the two may have left
     contents = check_contents(run_dir, study.splits, study.original)
     if not missing:
         return [], {}

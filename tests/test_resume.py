@@ -104,6 +104,38 @@ def test_a_killed_study_goes_on_to_the_same_bits(
     same(run, whole, recipe)
 
 
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("predictions.npz", True), ("retrofit.safetensors", True), ("result.json", False), ("result.json", True)],
+)
+def test_a_kill_while_results_are_written_loses_nothing(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
+) -> None:
+    """Before and after each file of an arm's end has got its name."""
+    recipe, run = study(data), tmp_path / "run"
+    replace, rmtree, unlink, dead = os.replace, shutil.rmtree, Path.unlink, []
+
+    def dying(source: Any, target: Any) -> None:
+        hit = Path(target).name == name and "retrofit/lr0.001" in str(target)
+        if not hit or after:
+            replace(source, target)
+        if hit:
+            dead.append(name)
+            raise Killed
+
+    with monkeypatch.context() as patch:  # the dead tidy nothing up
+        patch.setattr(os, "replace", dying)
+        patch.setattr(shutil, "rmtree", lambda *given, **more: None if dead else rmtree(*given, **more))
+        patch.setattr(Path, "unlink", lambda *given, **more: None if dead else unlink(*given, **more))
+        with pytest.raises(Killed):
+            run_pair(recipe, run)
+    assert list((run / "retrofit" / "lr0.001-s0" / "last").iterdir())
+    for lock in run.rglob(".lock"):
+        lock.unlink()  # no process holds them any more
+    run_pair(recipe, run)
+    same(run, whole, recipe)
+
+
 def test_arms_that_were_saved_at_different_steps_catch_up(data: Path, whole: Path, tmp_path: Path) -> None:
     """As where the kill comes between two arms' checkpoints; lockstep and workers may change meanwhile."""
     recipe, run = study(data), tmp_path / "run"

@@ -8,6 +8,7 @@ optim.py     what is trained, at which rate and weight decay
 wrapped.py   a model inside accelerate's and torch.compile's wrappers
 match.py     that they saw the same
 resume.py    checkpoints to go on from
+state.py     what of an arm they hold
 signals.py   an end that is asked for
 track.py     experiment trackers
 processes.py several processes that train one study

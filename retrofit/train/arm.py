@@ -6,7 +6,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from retrofit.train import resume
 from retrofit.train.memory import StepMemory
 from retrofit.train.optim import freeze, optimizer_of, schedule_of
 from retrofit.train.processes import check_same_for_all, sharded
+from retrofit.train.state import restore, state_of
 from retrofit.train.track import Trackers
 from retrofit.train.watch import Watch
 from retrofit.train.wrapped import Classifier, accelerator_of, compiled, whole
@@ -38,7 +39,6 @@ from retrofit.train.wrapped import Classifier, accelerator_of, compiled, whole
 _PATIENCE = 32
 """Steps in a row that may be left out: twice the halvings that bring the first loss scale, 65536, to 1."""
 _LOGS = (runfiles.METRICS, runfiles.TIMINGS, runfiles.PROBES)
-_COUNTED = ("diverged_at", "diverged_by", "nonfinite", "in_a_row", "seconds", "resumed_at")
 
 
 def attention_of(train: Train, precision: str, device: torch.device) -> str:
@@ -129,7 +129,7 @@ class ArmRun:
             ramp_steps=ramp * steps,
         )
         if saved is not None:
-            arm._restore(saved)
+            restore(arm, saved)
             arm._ramp()
         return arm
 
@@ -243,36 +243,10 @@ class ArmRun:
 
     def save(self) -> None:
         """Writes the checkpoint that `start` goes on from."""
-        if not self.accelerator.is_main_process or sharded():
-            return
-        scaler = self.accelerator.scaler
-        state = {
-            "logs": {log.path.name: log.synced() for log in self._logs if log.path is not None},
-            "tensors": self._tensors(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "counted": {name: getattr(self, name) for name in _COUNTED},
-        }
-        resume.write(self.folder, self.at, state)
-
-    def _restore(self, saved: Mapping[str, Any]) -> None:
-        with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                tensor.copy_(saved["tensors"][name])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(saved["scaler"])
-        self.losses = saved["losses"].tolist()
-        for name, value in saved["counted"].items():
-            setattr(self, name, value)
-        self.at = saved["step"]
-        self.resumed_at.append(self.at)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """All that training changes in the weights and their average; buffers too that a state dict leaves out."""
-        modules = nn.ModuleDict({"model": self.model, **({} if self.ema is None else {"ema": self.ema.module})})
-        return {name: t.detach() for name, t in (*modules.named_parameters(), *modules.named_buffers())}
+        state = state_of(self)
+        if self.accelerator.is_main_process:
+            logs = {log.path.name: log.synced() for log in self._logs if log.path is not None}
+            resume.write(self.folder, self.at, {**state, "logs": logs})
 
     @property
     def _logs(self) -> tuple[JsonLines, ...]:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from retrofit.runfiles import RunKey
 from retrofit.train.arm import ArmRun
 from retrofit.train.finish import finish
 from retrofit.train.match import Seen
-from retrofit.train.processes import join, known_to_all
+from retrofit.train.processes import join, known_to_all, on_main
 from retrofit.train.resume import Cadence
 from retrofit.train.signals import Stop
 from retrofit.train.track import Trackers
@@ -123,7 +124,7 @@ def train_lockstep(
                 if not arm.alive:
                     end(arm)
                 tick(f"{arm.key.folder} loss {arm.loss:.3f}", 1 if arm.going else steps - step)
-            if cadence.due(step + 1):
+            if on_main(partial(cadence.due, step + 1)):
                 with stop.hold(), cadence.saving():
                     for arm in arms:
                         if arm.going:
