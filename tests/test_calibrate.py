@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from conftest import MAKERS, SHARED, outputs_of, sharpen, tiny_hf, tiny_relpos, tiny_timm
 from torch import nn
 
-from retrofit.calibrate import SHIFT_RIDGE, Moments
-from retrofit.calibrate.moments import match
+from retrofit.calibrate import LOGIT_LIMIT, SHIFT_RIDGE, Moments
+from retrofit.calibrate.moments import ROOM, match
 from retrofit.models import sites_of
 from retrofit.norms import HeadNorm
 from retrofit.probes import probe
@@ -76,12 +76,21 @@ def test_shift_and_gains_are_what_they_are_said_to_be(spec: QKNorm, kind: str, i
     for (q, k), site, layer in zip(raw, sites_of(model)[0], insertion.layers, strict=True):
         q_norm, k_norm = site.norms
         q, k = grouped(q, spec), grouped(k, spec)
-        shift = np.stack([solved(keys) for keys in k])
-        np.testing.assert_allclose(k_norm.shift.detach().numpy().reshape(shift.shape), shift, rtol=1e-6, atol=1e-8)
+        best = np.stack([solved(keys) for keys in k])
+        shift = k_norm.shift.detach().numpy().reshape(best.shape)
         length = q.shape[-1] ** 0.5 if spec.norm == "l2" else 1.0
         gain_q = length * np.sqrt((q**2).mean((1, 2)))
         gain_k = length * np.sqrt(((k - shift[:, None]) ** 2).mean((1, 2)))
         per_head = 4 // len(gain_q)
+        # Each head's keys are longer by what brings all heads to one product, along their direction of least variance.
+        needed = gain_q * length * np.sqrt(((k - best[:, None]) ** 2).mean((1, 2)))
+        limit = LOGIT_LIMIT / (site.scale * (1 if spec.norm == "l2" else 8)) if spec.axis == "head" else np.inf
+        product = max(needed.max(), min(ROOM * needed.max(), limit))
+        np.testing.assert_allclose(gain_q * gain_k, np.minimum(product, 8 * needed), rtol=1e-6)
+        for h, keys in enumerate(k):
+            along = (shift - best)[h] / np.linalg.norm((shift - best)[h])
+            least = np.linalg.eigvalsh(np.cov(keys.T, bias=True))[int(spec.norm == "layernorm")]
+            assert ((keys - keys.mean(0)) @ along).var() == pytest.approx(least, rel=1e-5)
         np.testing.assert_allclose(q_norm.gain.detach().numpy(), gain_q.repeat(8 * per_head), rtol=1e-9)
         np.testing.assert_allclose(k_norm.gain.detach().numpy(), gain_k.repeat(8 * per_head), rtol=1e-6)
         # What is reported of it.
@@ -199,8 +208,9 @@ EXACT = [
 
 
 @pytest.mark.parametrize("spec", EXACT, ids=str)
-def test_match_reproduces_what_the_formula_can_hold(spec: QKNorm) -> None:
+def test_match_reproduces_what_the_formula_can_hold(spec: QKNorm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every head its own temperature, keys with a common part: after match, softmax sees the same logits (less q.c)."""
+    monkeypatch.setattr(Moments, "lengthened", lambda _self, shift, _length: shift)  # on a sphere they are right
     made = Spheres(spec)
     site = sites_of(tiny_timm())[0][0]
     moments = Moments.of(site, spec)
@@ -243,9 +253,9 @@ def test_a_clamped_scale_stays_under_its_clamp() -> None:
         HeadNorm(spec, "k", 4, 8, shifted=True),
     )
     match(q_norm, k_norm, moments)
-    wanted = [min(5.0, site.scale * a * b) for a, b in zip((3, 5, 8, 13), (2, 1, 4, 3), strict=True)]
-    assert wanted.count(5.0) == 2
-    assert q_norm.learned_scale.tolist() == pytest.approx(wanted, rel=1e-3)
+    wanted = [site.scale * a * b for a, b in zip((3, 5, 8, 13), (2, 1, 4, 3), strict=True)]
+    assert [w > 5 for w in wanted] == [False, False, True, True]
+    assert q_norm.learned_scale.tolist() == pytest.approx([5.0] * 4, rel=1e-3)  # the first two by longer keys
 
 
 def nano_images(count: int) -> torch.Tensor:

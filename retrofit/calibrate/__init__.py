@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from retrofit.calibrate.describe import Init, LayerCalibration, calibrate, remarks
 from retrofit.calibrate.excerpt import Excerpt
-from retrofit.calibrate.fit import LOGIT_LIMIT
-from retrofit.calibrate.moments import SHIFT_RIDGE, Moments, shiftable
+from retrofit.calibrate.moments import LOGIT_LIMIT, SHIFT_RIDGE, Moments, shiftable
 from retrofit.calibrate.rotation import rotations
 
 __all__ = [

@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from retrofit.calibrate.excerpt import Excerpt, Maps
-from retrofit.calibrate.moments import Moments
+from retrofit.calibrate.moments import LOGIT_LIMIT, Moments
 from retrofit.norms import HeadNorm, logit_bounds
 
-LOGIT_LIMIT = 60.0
-"""How far the fit may raise a head's bound on |logit|."""
 STEPS = 300
 _QUERIES = 300
 """A head and step."""

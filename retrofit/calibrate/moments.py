@@ -7,9 +7,12 @@ of the calibration images:
             c is chosen so that |k - c| varies least over tokens, since the norm erases that variation: with
             x = k - E k, G = E x x^T and y = |x|^2 - E|x|^2 it solves 2 (G + lambda mean(diag G) I) (c - E k) = E x y.
             lambda, here 0.1, trades a truer attention for longer keys.
+    length  the longer k - c is, the less its length varies, and the larger the bound on logits: a head's is
+            sqrt(d) rms(q) rms(k - c). Every head is allowed ROOM times what the layer's most demanding head needs (no
+            more than LOGIT_LIMIT, unless that one needs more): its keys are made longer by more shift along the
+            direction in which they vary least. All heads then need the same product of gains, so that gains and
+            scales that heads share hold the temperature of each.
     gain    gain_q = rms(q) and gain_k = rms(k - c): the norm takes lengths away, the gain puts their mean back.
-    length  where one gain must serve several heads, it is the largest that a head needs; the others' keys are made
-            longer, by more shift along the direction in which they vary least, until it fits them too.
 
 LayerNorm takes the mean over channels off first, so its figures are those of the centred vectors. Statistics are
 streamed in float64; memory does not grow with the number of images. Source: this project.
@@ -30,6 +33,9 @@ from retrofit.tap import Reading
 
 SHIFT_RIDGE = 0.1
 """lambda above."""
+ROOM = 1.5
+LOGIT_LIMIT = 60.0
+"""How far calibration may raise a head's bound on |logit|."""
 _LONGEST = 8.0
 """How many times longer a shift may make keys: what tells them apart must survive rounding to bfloat16."""
 
@@ -144,23 +150,21 @@ def shiftable(site: Site, spec: QKNorm) -> bool:
 def match(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments) -> None:
     """Sets shift, gains and scale to what the moments ask for, as far as the formula can hold it.
 
-    A formula with a gain or a scale per head holds each head's temperature. One that the heads share holds them
-    through the keys' lengths where there is a shift, and else their mean. A learned scale takes the place of the
-    attention's own scale and of the mean gain.
+    Without a shift, a gain or scale that the heads share holds the mean of their temperatures. A learned scale takes
+    the place of the attention's own scale and of the mean gain.
     """
     spec = moments.spec
     shift = moments.best_shift()
     unit = shift.shape[-1] ** 0.5 if spec.norm == "l2" else 1.0  # others bring to rms 1 what it brings to length 1
-    shared = not holds_temperatures(spec) and k_norm.shift is not None
-    if shared:
-        q = moments.q_rms.view(len(shift), -1).square().mean(-1).sqrt()  # over the queries that share a key head
-        product = min(float((q * moments.k_rms(shift)).max()), _largest_product(q_norm) / unit**2)
-        shift = moments.lengthened(shift, product / q.clamp_min(1e-30))
+    product = 0.0
     if k_norm.shift is not None:
+        q = moments.q_rms.view(len(shift), -1).square().mean(-1).sqrt()  # over the queries that share a key head
+        product = _product(q_norm, unit**2 * float((q * moments.k_rms(shift)).max()))
+        shift = moments.lengthened(shift, product / unit**2 / q.clamp_min(1e-30))
         k_norm.shift.copy_(shift.flatten())
     q, k = unit * moments.q_rms.expand(q_norm.heads), unit * moments.k_rms(shift).expand(k_norm.heads)
-    if shared and spec.gain == "shared":
-        k = (unit**2 * product / q.square().mean().sqrt()).expand(k_norm.heads)
+    if product and spec.gain == "shared":
+        k = (product / q.square().mean().sqrt()).expand(k_norm.heads)
     if q_norm.scale is not None:
         temperature = q * k.repeat_interleave(q_norm.heads // k_norm.heads) * q_norm.attention_scale
         scale = temperature if q_norm.scale.numel() > 1 else temperature.mean(0, keepdim=True)
@@ -179,11 +183,17 @@ def holds_temperatures(spec: QKNorm) -> bool:
     return spec.axis == "projection" or spec.gain == "per_head" or spec.scale == "learned_per_head"
 
 
-def _largest_product(q_norm: HeadNorm) -> float:
-    """Of the lengths of normed q and k: what a formula without a gain sets, or a clamp allows."""
+def _product(q_norm: HeadNorm, needed: float) -> float:
+    """Of gain_q and gain_k: what the most demanding head needs and some room, as near as the formula comes to it.
+
+    Without a gain the formula sets it, and a clamp cuts it.
+    """
     spec = q_norm.spec
-    if spec.gain != "none":
-        return float("inf")
-    if spec.scale == "fixed":
+    channels = 1 if spec.norm == "l2" else q_norm.head_dim
+    limit = LOGIT_LIMIT / (q_norm.attention_scale * channels) if spec.axis == "head" else float("inf")
+    wanted = max(needed, min(ROOM * needed, limit))
+    if spec.scale == "fixed" and spec.gain == "none":
         return 1.0
-    return float("inf") if spec.scale_max is None else spec.scale_max / q_norm.attention_scale
+    if spec.gain != "none":
+        return wanted
+    return wanted if spec.scale_max is None else min(wanted, spec.scale_max / q_norm.attention_scale)
