@@ -160,6 +160,27 @@ def test_every_new_parameter_matters_and_gets_a_gradient(animal, training: bool)
                 assert parameter.grad.abs().sum() > 0, (site.name, norm.role, name)
 
 
+@pytest.mark.parametrize("animal", [pytest.param(a, id=n) for n, a in ZOO.items() if "pool" in a.facts])
+@pytest.mark.parametrize("position", ["before_rope", "after_rope"])
+def test_pools_are_normed_on_request(animal, position: str) -> None:
+    model = animal.build()
+    before = run(animal, model)
+    pools = [site for site in sites_of(model)[0] if site.kind.pool]
+    assert len(pools) == 1
+    spec = QKNorm(gain="per_head", position=position, pools=True)
+    same = [Same(spec, r, pools[0].heads, pools[0].head_dim, layout=pools[0].layout(spec)) for r in ("q", "k")]
+    pools[0].place(*same)
+    assert torch.equal(run(animal, model), before)
+    pools[0].restore()
+    assert len(insert_qk_norm(model, spec, init="ones").sites) == animal.sites + 1
+    normed = run(animal, model)
+    for norm in pools[0].norms:
+        norm.weight.data.fill_(3.0)
+    assert not torch.equal(run(animal, model), normed)
+    assert remove_qk_norm(model) == animal.sites + 1
+    assert torch.equal(run(animal, model), before)
+
+
 @rotating
 def test_after_rope_equals_before_for_norms_that_commute_with_rotations(animal) -> None:
     outputs = {}
@@ -256,6 +277,35 @@ def test_works_in_half_precision_and_on_meta(animal) -> None:
     assert {norm.weight.dtype for site in sites(late) for norm in site.norms} == {torch.bfloat16}
     model.to("meta")
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_heads_that_come_one_after_another_have_no_norm_over_all_of_them() -> None:
+    model = ZOO["efficientvit_msra"].build()
+    found = survey(model, QKNorm.preset("olmo2"))
+    assert found.refusal == 'CascadedGroupAttention computes its heads one after another; take axis="head"'
+
+
+def test_the_residual_of_pooled_queries_stays_as_it_was() -> None:
+    """MViTv2 adds q to what attention returns: with keys and values of zero that is all that is left."""
+    model = ZOO["mvitv2"].build()
+    seen = []
+    for site in sites(model):
+        with torch.no_grad():
+            width = site.heads * site.head_dim
+            site.module.qkv.weight[width:] = 0
+            site.module.qkv.bias[width:] = 0
+            for values in (site.module.norm_k, site.module.norm_v):
+                if values is not None:
+                    values.bias.zero_()
+        site.module.register_forward_hook(lambda m, args, out: seen.append(out[0]))
+    run(animal := ZOO["mvitv2"], model)
+    before = list(seen)
+    insert_qk_norm(model, QKNorm(), init="ones")
+    for site in sites(model):
+        site.norms[0].weight.data.fill_(3.0)
+    seen.clear()
+    run(animal, model)
+    assert all(torch.equal(a, b) for a, b in zip(before, seen, strict=True))
 
 
 def test_classes_are_put_back() -> None:

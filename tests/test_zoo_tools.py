@@ -17,6 +17,7 @@ from retrofit.errors import ModelError
 from retrofit.models import family_of, sites_of
 
 some = pytest.mark.parametrize("name", ["vit", "eva02", "sam", "hf_vit", "hf_dinov2", "hf_clip", "hf_dinov3"])
+windowed = pytest.mark.parametrize("name", ["mvitv2", "twins_svt", "efficientvit_msra", "hf_swin"])
 SPEC = QKNorm(gain="per_head")
 
 
@@ -36,7 +37,17 @@ def test_compiles_as_one_graph(name: str, position: str) -> None:
         torch.testing.assert_close(ZOO[name].run(compiled), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vit", "eva02", "hf_vit", "hf_dinov2"])
+@pytest.mark.slow
+@windowed
+def test_windowed_and_pooled_attention_compiles_as_one_graph(name: str) -> None:
+    model = retrofitted(name)
+    with torch.no_grad():
+        expected = ZOO[name].run(model)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(ZOO[name].run(compiled), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit", "eva02", "hf_vit", "hf_dinov2", "swin", "hiera"])
 def test_exports(name: str) -> None:
     model, inputs = retrofitted(name), ZOO[name].inputs()
     with torch.no_grad():
@@ -61,10 +72,18 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["vit", "hf_dinov2", "hf_clip"])
+FORKED = ("beit", "swin", "maxvit", "coatnet", "davit", "pvt_v2", "twins_svt", "twins_pcpvt", "hiera", "sam2")
+FORKED += ("caformer", "nest", "volo", "nextvit", "tiny_vit", "visformer", "fastvit", "iformer", "lowformer", "cpubone")
+FORKED += ("multi_query", "attention_2d", "hf_swin", "hf_segformer", "hf_blip2", "hf_internvl", "hf_vjepa2")
+
+
+@pytest.mark.parametrize("name", ["vit", "hf_dinov2", "hf_clip", *FORKED])
 @pytest.mark.parametrize("fused", [True, False])
 def test_fused_and_unfused_agree_and_both_norm(name: str, fused: bool) -> None:
     model, twin = retrofitted(name), retrofitted(name)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):  # off by default in Swin and Visformer
+            module.fused_attn = True
     family_of(twin).unfuse(twin)
     with torch.no_grad():
         torch.testing.assert_close(ZOO[name].run(model), ZOO[name].run(twin), rtol=1e-3, atol=1e-4)
