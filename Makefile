@@ -32,10 +32,10 @@ report: $(READY)  ## the report of runs/MODEL again, from its files
 	$(BIN)/retrofit report $(RUN)
 
 test: $(READY)  ## the tests
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 slow: $(READY)  ## the tests that take longer
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow and not gpu" $(ARGS)
 
 check: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
