@@ -42,9 +42,10 @@ check: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## what QK-Norm and probing cost a training step; others in tests/benchmarks say how they are run
+bench: $(READY)  ## what QK-Norm and probing cost a step, what insertion costs accuracy; others in tests/benchmarks say how they are run
 	$(BIN)/python tests/benchmarks/step.py
 	$(BIN)/python tests/benchmarks/probes.py
+	$(BIN)/python tests/benchmarks/calibration.py --nano
 
 clean:  ## remove the environment and what tools left behind; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -5,8 +5,8 @@ For one site, over kept queries i with weights w_i (excerpt.py) and over its hea
     sum_i w_i KL(softmax_j of the original's logits || softmax_j of the normed logits)
 
 from `match` on. Masks, relative biases, grouped queries and rotations stand in both logits as they stand in the model.
-Each parameter moves in units of what it starts from, and no head may be bounded more loosely than by LOGIT_LIMIT, or
-than `match` bounded it where that is more. Source: this project.
+Each parameter moves in units of what it starts from. No head may come to be bounded more loosely than by MORE times
+the bound that `match` gave its layer, nor than by LOGIT_LIMIT. Source: this project.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from retrofit.calibrate.excerpt import Excerpt, Maps
 from retrofit.calibrate.moments import LOGIT_LIMIT, Moments
 from retrofit.norms import HeadNorm, logit_bounds
 
+MORE = 4 / 3
+"""With the room that `match` leaves, twice what the layer's most demanding head needs."""
 STEPS = 300
 _QUERIES = 300
 """A head and step."""
@@ -146,11 +148,12 @@ def _free(q: HeadNorm, k: HeadNorm, moments: Moments) -> list[_Free]:
 
 
 def _headroom(q: HeadNorm, k: HeadNorm, rotated: bool) -> Tensor:
-    """By which factor each head's bound may grow, [H] in float64."""
+    """By which factor each head's bound may grow, [H] in float64: to MORE times the layer's, and to LOGIT_LIMIT."""
     bounds = logit_bounds(q, k, rotated)
     if bounds is None or q.spec.axis == "projection":
         return torch.full((q.heads,), float("inf"), dtype=torch.float64)
-    return (LOGIT_LIMIT / bounds.clamp_min(1e-30)).clamp_min(1).expand(q.heads)
+    limit = min(LOGIT_LIMIT, MORE * float(bounds.max()))
+    return (limit / bounds.clamp_min(1e-30)).clamp_min(1).expand(q.heads)
 
 
 def _working(norm: HeadNorm, dtype: torch.dtype) -> HeadNorm:

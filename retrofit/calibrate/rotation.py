@@ -88,7 +88,9 @@ class _Pairs:
         other = rest[at, :, :, partner]
         rest[at, :, :, partner] = 0
         if len(y) and float(rest.abs().max()) > 1e-3:
-            raise ModelError(f'{self.site.name} rotates q and k in a way that is not known here; take init="match"')
+            raise ModelError(
+                f'{self.site.name} rotates q and k in a way that is not known here; take init="ones" without images'
+            )
         self.own.append(own)
         self.other.append(other)
         self.partner.append(partner)
