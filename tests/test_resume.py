@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import resource
@@ -27,7 +28,7 @@ from retrofit import study as rooms
 from retrofit.checkpoint import file_hash, load_model
 from retrofit.cli import main
 from retrofit.data import Batch
-from retrofit.errors import Interrupted, RecipeError
+from retrofit.errors import Interrupted, RecipeError, RetrofitError
 from retrofit.pair import run_pair
 from retrofit.recipe import Recipe, Train, parse
 from retrofit.runfiles import RunKey, read_json, read_jsonl
@@ -298,6 +299,36 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     assert read["step"] == 3
     resume.write(tmp_path, 6, {"logs": {}, "x": torch.zeros(1000)})
     assert [path.name.split("-")[0] for path in (tmp_path / "last").iterdir()] == ["6"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    key = RunKey.of("baseline", 1e-3, 0, "fp32")
+
+    def arm(**changes: Any) -> ArmRun:
+        args = {**TIMM_ARGS, **changes}
+        model = load_model("timm/test_vit", 4, image_size=16, model_args=args, pretrained=False)
+        return ArmRun.start(key, model, Train(), 6, tmp_path)
+
+    arm().save()
+    for changes in ({"depth": 3}, {"depth": 1}, {"embed_dim": 64}):
+        with pytest.raises(RetrofitError, match=r"last is of another model or optimizer.*; remove it, and the run"):
+            arm(**changes)
+
+
+def test_checkpoints_take_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for cost, between in ((0.0, 15.0), (0.2, 15.0), (2.0, 100.0)):
+        cadence, saved = resume.Cadence(0, now[0]), []
+        for step in range(1, 2001):
+            now[0] += 0.5
+            if cadence.due(step):
+                with cadence.saving():
+                    now[0] += cost
+                saved.append(step)
+        assert saved[0] == 30
+        assert {b - a for a, b in itertools.pairwise(saved)} == {between / 0.5}
+    assert [step for step in range(1, 10) if resume.Cadence(3).due(step)] == [3, 6, 9]
 
 
 # Through the command line

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from retrofit import runfiles
+from retrofit.errors import RetrofitError
 from retrofit.train.processes import sharded
 
 if TYPE_CHECKING:
@@ -36,7 +38,27 @@ def state_of(arm: ArmRun) -> dict[str, Any]:
 
 
 def restore(arm: ArmRun, saved: Mapping[str, Any]) -> None:
-    """Puts an arm that has not begun where it was when `saved` was written."""
+    """Puts an arm that has not begun where it was when `saved` was written.
+
+    Raises RetrofitError where `saved` is of another model or optimizer.
+    """
+    try:
+        _restore_tensors(arm, saved)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise RetrofitError(
+            f"{arm.folder / runfiles.LAST} is of another model or optimizer, as another version of a library makes "
+            f"them ({' '.join(str(error).split())}); remove it, and the run starts again"
+        ) from None
+    if arm.accelerator.scaler is not None:
+        arm.accelerator.scaler.load_state_dict(saved["scaler"])
+    arm.losses = saved["losses"].tolist()
+    for name, value in saved["counted"].items():
+        setattr(arm, name, value)
+    arm.at = saved["step"]
+    arm.resumed_at.append(arm.at)
+
+
+def _restore_tensors(arm: ArmRun, saved: Mapping[str, Any]) -> None:
     if sharded():
         set_state_dict(
             arm.eager,
@@ -46,17 +68,14 @@ def restore(arm: ArmRun, saved: Mapping[str, Any]) -> None:
             options=StateDictOptions(full_state_dict=True),
         )
     else:
+        now, then = _tensors(arm), saved["tensors"]
+        differing = [n for n in (*now, *then) if n not in now or n not in then or now[n].shape != then[n].shape]
+        if differing:
+            raise ValueError(f"{differing[0]} is not in both, in one shape")
         with torch.no_grad():
-            for name, tensor in _tensors(arm).items():
-                tensor.copy_(saved["tensors"][name])
+            for name, tensor in now.items():
+                tensor.copy_(then[name])
         arm.optimizer.load_state_dict(saved["optimizer"])
-    if arm.accelerator.scaler is not None:
-        arm.accelerator.scaler.load_state_dict(saved["scaler"])
-    arm.losses = saved["losses"].tolist()
-    for name, value in saved["counted"].items():
-        setattr(arm, name, value)
-    arm.at = saved["step"]
-    arm.resumed_at.append(arm.at)
 
 
 def _tensors(arm: ArmRun) -> dict[str, Tensor]:
