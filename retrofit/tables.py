@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -107,8 +109,9 @@ def print_calibration(layers: Sequence[LayerCalibration]) -> None:
     """What calibration did, layers down: KL of attention in nats, gains, shift, lengths, logits."""
     if not layers:
         return
-    table = Table(title="KL of the original's attention from the normed one, and what holds it", title_justify="left")
-    headings = ("layer", "KL ones", "KL now", "gain q", "gain k", "shift", "CV q", "CV k", "logit", "bound")
+    title = "attention's KL from the original; CV of |q| and |k| and k's length, before and after the shift; logits"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    headings = ("layer", "KL ones", "KL now", "gain q", "gain k", "CV q", "CV k", "k length", "largest", "bound")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for x in layers:
@@ -118,9 +121,9 @@ def print_calibration(layers: Sequence[LayerCalibration]) -> None:
             f"{x.kl:.4f}",
             f"{statistics.mean(x.gain_q):.3g}",
             f"{statistics.mean(x.gain_k):.3g}",
-            f"{x.shift_share:.0%}" if x.shifted else "none",
             f"{x.query_norm_cv_before:.2f}, {x.query_norm_cv_after:.2f}",
             f"{x.key_norm_cv_before:.2f}, {x.key_norm_cv_after:.2f}",
+            f"x {math.sqrt(max(0.0, 1 - x.shift_share)):.2f}" if x.shifted else "no shift",
             f"{x.logit_absmax_before:.3g}",
             "none" if x.logit_bound is None else f"{x.logit_bound:.3g}",
         )

@@ -10,8 +10,8 @@ the bound that `match` gave its layer, nor than by LOGIT_LIMIT. Source: this pro
 
 What pays, by the mean cosine of DINOv2-small's final class / patch tokens with the original's (98x98, 96 images to fit,
 200 others to measure, RMS norm per head, 300 steps): a shift of the keys alone .9951 / .9965, of the queries too .9963
-/ .9972; class tokens counting a tenth .9976 / .9974 (.9975 / .9972 with half the queries a step, as now); from a `match`
-with room .9980 / .9977. What does not:
+/ .9972; class tokens counting a tenth .9976 / .9974, and .9975 / .9972 with half the queries a step, as now; from a
+`match` with room .9980 / .9977. What does not:
 
     layer after layer, the layers below already normed: .9965 / .9973 with the original's attention as the target,
         .9963 / .9972 with that of the drifted inputs, against .9963 / .9973 for all layers at once
