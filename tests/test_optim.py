@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -12,10 +14,10 @@ import torch
 from conftest import MAKERS, tiny_hf, tiny_timm
 from timm.optim import param_groups_layer_decay
 from torch import nn
-from zoo import ZOO
+from zoo import FLAT, HIERARCHICAL, ZOO
 
 from retrofit.errors import RetrofitError
-from retrofit.models import family_of
+from retrofit.models import family_of, sites_of
 from retrofit.qknorm import QKNorm
 from retrofit.recipe import Train
 from retrofit.surgery import insert_qk_norm
@@ -43,10 +45,35 @@ def test_layer_decay_is_timms_own_where_timm_has_it() -> None:
 
 
 BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?)\.(\d+)\.")
-CLASSIFIERS = [name for name in ZOO if family_of(ZOO[name].build()).head(ZOO[name].build()) is not None]
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+def classifiers(animals: Iterable[str]) -> list[str]:
+    return [name for name in animals if family_of(model := ZOO[name].build()).head(model) is not None]
+
+
+@pytest.mark.parametrize("name", classifiers(HIERARCHICAL))
+def test_in_stages_a_norm_has_the_rate_of_its_attention(name: str) -> None:
+    """Or the model's stages are not known, and that is said."""
+    model = ZOO[name].build()
+    insert_qk_norm(model, SPEC, init="ones")
+    try:
+        scales = by_name(model, Train(layer_decay=0.5), "lr_scale")
+    except RetrofitError:
+        with pytest.raises(RetrofitError, match=r"^train\.layer_decay: .*; take 1$"):
+            parameter_groups(model, Train(layer_decay=0.5))
+        return
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert scales.keys() == set(names.values())
+    for p in family_of(model).head(model).parameters():
+        assert scales[names[id(p)]] == 1.0
+    for site in sites_of(model)[0]:
+        (rate,) = {scales[names[id(weight)]] for weight in site.projections}
+        assert rate < 1
+        for norm in site.norms or ():
+            assert {scales[names[id(p)]] for p in norm.parameters()} == {rate}
+
+
+@pytest.mark.parametrize("name", classifiers(FLAT))
 def test_every_block_has_its_own_rate_and_its_norms_have_it_too(name: str) -> None:
     """With b blocks the head has 1, block i decay^(b-i), and what stands before the blocks decay^(b+1)."""
     model = ZOO[name].build()
@@ -139,8 +166,11 @@ def test_weight_decay_spares_what_has_one_dimension_and_every_norm(name: str) ->
     model = ZOO[name].build()
     decay = by_name(model, Train(weight_decay=0.3), "weight_decay")
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
+    spared = family_of(model).no_weight_decay(model)
     for parameter_name, p in model.named_parameters():
-        if p.ndim < 2 or id(p) in norms:
+        if not p.requires_grad:
+            continue
+        if p.ndim < 2 or id(p) in norms or any(fnmatch(parameter_name, pattern) for pattern in spared):
             assert decay[parameter_name] == 0.0, parameter_name
         elif isinstance(model.get_submodule(parameter_name.rpartition(".")[0]), nn.Linear | nn.Conv2d):
             assert decay[parameter_name] == 0.3, parameter_name
