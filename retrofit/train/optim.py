@@ -100,9 +100,11 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     lost = [name for name in names[start:stop] if not first <= layers[name] <= last]
     if lost:
         raise RetrofitError(f"train.layer_decay: it is not known to which block {lost[0]} belongs; take 1")
-    if family_of(model).head(model) is not None and max(layers[n] for n in inside) == max(layers.values()):
-        raise RetrofitError(f"train.layer_decay: the last block of {type(model).__name__} is taken for its head; take 1")
-    return {name: 0 if i < start else layers[name] - first + 1 for i, name in enumerate(names)}
+    counted = {name: 0 if i < start else layers[name] - first + 1 for i, name in enumerate(names)}
+    if family_of(model).head(model) is not None and max(counted[name] for name in inside) == max(counted.values()):
+        kind = type(model).__name__
+        raise RetrofitError(f"train.layer_decay: the last block of {kind} is not told from its head; take 1")
+    return counted
 
 
 def optimizer_of(model: nn.Module, train: Train, lr: float, device: str = "cpu") -> Optimizer:
