@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -109,8 +108,8 @@ def print_calibration(layers: Sequence[LayerCalibration]) -> None:
     """What calibration did, layers down: KL of attention in nats, gains, shift, lengths, logits."""
     if not layers:
         return
-    title = "attention's KL from the original; CV of |q| and |k| and k's length, before and after the shift; logits"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    print("KL of the original's attention from the normed one, variation of |q| and |k| before and after the shift:")
+    table = Table(box=None, padding=(0, 2, 0, 0))
     headings = ("layer", "KL ones", "KL now", "gain q", "gain k", "CV q", "CV k", "k length", "largest", "bound")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
@@ -121,8 +120,8 @@ def print_calibration(layers: Sequence[LayerCalibration]) -> None:
             f"{x.kl:.4f}",
             f"{statistics.mean(x.gain_q):.3g}",
             f"{statistics.mean(x.gain_k):.3g}",
-            f"{x.query_norm_cv_before:.2f}, {x.query_norm_cv_after:.2f}",
-            f"{x.key_norm_cv_before:.2f}, {x.key_norm_cv_after:.2f}",
+            f"{x.query_norm_cv_before:.2f} {x.query_norm_cv_after:.2f}",
+            f"{x.key_norm_cv_before:.2f} {x.key_norm_cv_after:.2f}",
             f"x {math.sqrt(max(0.0, 1 - x.shift_share)):.2f}" if x.shifted else "no shift",
             f"{x.logit_absmax_before:.3g}",
             "none" if x.logit_bound is None else f"{x.logit_bound:.3g}",

@@ -94,6 +94,9 @@ def loaded(source: str, image_size: int) -> nn.Module:
     model = load_model(f"timm/{source.removeprefix('random:')}", image_size=image_size, pretrained=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gamma" in name:  # layer scale, which begins so small that no block would matter
+                parameter.fill_(1.0)
         for site in sites_of(model)[0]:
             for weight in site.projections:
                 weight.mul_(4.0)
