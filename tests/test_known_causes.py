@@ -45,8 +45,8 @@ def test_nothing_planted_nothing_found(tmp_path: Path) -> None:
 def test_a_head_that_learns_too_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_all = arm.optimizer_of
 
-    def fast_head(model: Any, train: Any, lr: float) -> Any:
-        optimizer = of_all(model, train, lr)
+    def fast_head(model: Any, train: Any, lr: float, *more: Any) -> Any:
+        optimizer = of_all(model, train, lr, *more)
         if lr == HIGH:
             head = list(family_of(model).head(model).parameters())
             for group in optimizer.param_groups:
