@@ -28,8 +28,8 @@ from retrofit.shock import Shock, outputs, shock
 from retrofit.tap import tapped
 
 Images = Tensor | Iterable[Tensor]
-_BATCH = 64
-_KEPT = 512 << 20
+_BATCH = 16
+_KEPT = 384 << 20
 """Bytes of q and k, over all sites, that calibration keeps."""
 
 
@@ -317,7 +317,7 @@ def _family(model: nn.Module) -> Family | None:
 
 
 def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:
-    """`images` as [B, 3, H, W] on the model's device and in its dtype, at most 64 a batch, one batch held at a time.
+    """`images` as [B, 3, H, W] on the model's device and in its dtype, at most 16 a batch, one batch held at a time.
 
     Raises RetrofitError for what is no batch of images.
     """

@@ -6,9 +6,10 @@
 
 Calibrates on the first training images, without labels, and measures on the first test images. Cosines are means over
 images, and for patches over tokens, between the original's and the retrofitted model's final normalised tokens. Times
-are those of insert_qk_norm alone, in wall and in CPU seconds; each start has a process of its own, so that its peak
-memory is its own. A MODEL that begins with `random:` is made by timm without weights, its attention sharpened until it
-is as peaked as pretrained models' is; it stands for classes of which there is no checkpoint at hand.
+are those of insert_qk_norm alone, in wall and in CPU seconds. Each start has a process of its own; the last two columns
+are its peak memory and what that was before, with libraries, model, its copy and the file of images. A MODEL that
+begins with `random:` is made by timm without weights, its attention sharpened until it is as peaked as pretrained
+models' is; it stands for classes of which there is no checkpoint at hand.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
         parser.error("MODEL, TRAIN and TEST are needed, or --nano")
     print(f"{args.model} at {args.image_size}, {args.images} images to calibrate, {args.test} to measure, ", end="")
     print(f"{torch.get_num_threads()} threads")
-    print("formula            start  class  patch   KL layer  |logit|  bound   wall s  CPU s  peak GB")
+    print("formula            start  class  patch   KL layer  |logit|  bound   wall s  CPU s  peak GB, before")
     for formula in args.formulas:
         for init in args.inits:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -75,6 +76,7 @@ def measured(args: argparse.Namespace, formula: str, init: str) -> str:
 
     calibration, test = pixels(args.train, args.images), pixels(args.test_source, args.test)
     model = copy.deepcopy(original)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     began, busy = time.perf_counter(), time.process_time()
     result = insert_qk_norm(model, spec_of(formula), calibration, init)  # type: ignore[arg-type]
     wall, cpu = time.perf_counter() - began, time.process_time() - busy
@@ -85,7 +87,7 @@ def measured(args: argparse.Namespace, formula: str, init: str) -> str:
     bounds = [layer.logit_bound for layer in result.layers if layer.logit_bound is not None]
     bound = f"{max(bounds):5.1f}" if bounds else " none"
     cosines = (f"{c:.4f}" if c is not None else "  none" for c in (found.cosine_class, found.cosine_patch))
-    return f"{' '.join(cosines)}  {kl:8.4f} {largest:8.1f}  {bound}  {wall:7.1f} {cpu:6.1f}  {peak:7.2f}"
+    return f"{' '.join(cosines)}  {kl:8.4f} {largest:8.1f}  {bound}  {wall:7.1f} {cpu:6.1f}  {peak:7.2f} {before:7.2f}"
 
 
 def loaded(source: str, image_size: int) -> nn.Module:
