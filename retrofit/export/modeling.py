@@ -163,7 +163,7 @@ def place_norms(model: nn.Module, config: Any, inside: str) -> None:
 
 _CONFIG = '''
 class {p}{config}({config}):
-    """{config} and the norm: `qk_norm` holds its formula and, by name, the attention modules that have it."""
+    """`qk_norm` holds the norm's formula and, by name, the attention modules that have it."""
 
     model_type = {model_type}
     qk_norm: Any = None
@@ -171,14 +171,15 @@ class {p}{config}({config}):
 
 _MIXIN = '''
 class OwnFile:
-    """Keeps the weights in a file of their own name."""
+    """Keeps the weights in a file of their own name, each under the name that it has in the model."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         return super().from_pretrained(*args, **kwargs | {{"variant": kwargs.get("variant") or {variant}}})
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        super().save_pretrained(*args, **kwargs | {{"variant": kwargs.get("variant") or {variant}}})
+        own = {{"variant": kwargs.get("variant") or {variant}, "save_original_format": False}}
+        super().save_pretrained(*args, **kwargs | own)
 '''
 
 
@@ -283,4 +284,8 @@ def _segment(source: str, node: ast.stmt, dropped: list[Any]) -> str:
 
     gone = {i for n in dropped for i in (*lines(n), n.end_lineno + 1)}
     text = source.splitlines()
+    if isinstance(node, ast.ClassDef) and len(dropped) == sum(map(_is_method, node.body)) > 0:
+        said = node.body[0]  # of a class that is left without methods the docstring speaks of them
+        text[said.lineno - 1] = text[said.lineno - 1].partition(". ")[0] + '."""'
+        gone |= set(lines(said)[1:])
     return "\n".join(text[i - 1] for i in lines(node) if i not in gone and i <= len(text)).rstrip()

@@ -35,6 +35,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference of an output, relative to the largest output where that exceeds 1, by the weights' dtype."""
 SAME = {"timm": ("timm", "transformers"), "onnxruntime": ("onnxruntime",)}
 """Who loads a folder and computes the same, by the `loader` that its manifest names. See reload.py."""
+FEATURES = "transformers_features"
 REFUSED = {
     "retrofit": ("timm", "timm_file", "transformers", "transformers_trusting", "transformers_class"),
     "transformers": ("timm", "transformers", "transformers_class"),
@@ -54,16 +55,17 @@ class Proof:
 
 
 def write_fixture(model: nn.Module, images: Tensor, folder: Path) -> dict[str, Any]:
-    """Images [B, 3, H, W] and the model's outputs on them, computed here and now; returns how it was asked."""
+    """Images [B, 3, H, W] and the model's outputs and final tokens on them; returns how the model was asked."""
     family = family_of(model)
     with evaluating(model):
         expected = _said(model, images)
+        tokens = family.tokens(model, images.to(_like(model)))
     tensors = {"images": images.contiguous(), "outputs": expected.contiguous()}
+    tensors |= {} if tokens is None else {"tokens": tokens.float().cpu().contiguous()}
     safetensors.torch.save_file(tensors, folder / FIXTURE, metadata={"format": "pt"})
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     return {
         "classifies": family.head(model) is not None,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(_like(model).dtype).removeprefix("torch."),
         "call": family.call(model, images),
     }
 
@@ -135,8 +137,9 @@ def reloaded(folders: Sequence[Path], loaders: Sequence[str]) -> list[dict[str, 
         for one in tried:
             if "outputs" in one:
                 said = safetensors.torch.load_file(one.pop("outputs"))["outputs"]
-                expected = safetensors.torch.load_file(Path(one["folder"]) / FIXTURE)["outputs"]
-                one["difference"] = _difference(said, expected)
+                fixture = safetensors.torch.load_file(Path(one["folder"]) / FIXTURE)
+                expected = fixture.get("tokens" if one["loader"] == FEATURES else "outputs")
+                one["difference"] = float("inf") if expected is None else _difference(said, expected)
     return tried
 
 
@@ -163,7 +166,10 @@ def _by_others(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     same = SAME.get(manifest["loader"]) or (("transformers",) if spec is None else ("transformers_trusting",))
     refused = REFUSED[manifest["loader"]] if spec is not None and manifest["loader"] != "timm" else ()
     _check_code(folder, manifest)
-    images = len(safetensors.torch.load_file(folder / FIXTURE)["images"])
+    fixture = safetensors.torch.load_file(folder / FIXTURE)
+    images = len(fixture["images"])
+    if manifest["loader"] == "transformers" and "tokens" in fixture:
+        same = (*same, FEATURES)
     findings = [_norms(len(manifest["sites"]), spec)]
     for one in reloaded([folder], [*same, *refused]):
         name = one["loader"].replace("_", " ")
@@ -174,7 +180,7 @@ def _by_others(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
             raise CheckpointError(f"{name} cannot load {folder}: {one['refused']}")
         if one["norms"] != len(manifest["sites"]):
             raise CheckpointError(f"{name} finds {one['norms']} attention layers with QK-Norm in {folder}")
-        if manifest["labels"] and one["labels"] != manifest["labels"]:
+        if manifest["labels"] and one["labels"] != manifest["labels"] and one["loader"] != FEATURES:
             raise CheckpointError(f"{name} reads other class names than were written: {one['labels'][:5]}")
         findings.append(_within(one["difference"], manifest, images, f" in {name}"))
     if refused:
@@ -220,13 +226,17 @@ def _within(difference: float, manifest: Mapping[str, Any], images: int, where: 
 def _said(model: nn.Module, images: Tensor) -> Tensor:
     """Logits, or the final tokens of a model without a head, in float32."""
     family = family_of(model)
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    batch = images.to(device=like.device, dtype=like.dtype)
+    batch = images.to(_like(model))
     out = family.logits(model, batch)
     out = family.tokens(model, batch) if out is None else out
     if out is None:
         raise CheckpointError(f"{type(model).__name__} gives neither logits nor tokens to prove it by")
     return out.float().cpu()
+
+
+def _like(model: nn.Module) -> Tensor:
+    """A weight, whose device and dtype images take."""
+    return next(p for p in model.parameters() if p.is_floating_point())
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -51,6 +51,14 @@ def transformers_trusting(folder: Path, facts: dict[str, Any], images: torch.Ten
     return transformers(folder, facts, images, trust_remote_code=True)
 
 
+def transformers_features(folder: Path, facts: dict[str, Any], images: torch.Tensor) -> Loaded:
+    """The model without its head, for its tokens."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    return _said_by_transformers(model, {**facts, "classifies": False}, images)
+
+
 def transformers_class(folder: Path, facts: dict[str, Any], images: torch.Tensor) -> Loaded:
     """The library's own class, by name."""
     import transformers

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
 
+from retrofit.checkpoint import plain_tensors
 from retrofit.export.modeling import PREFIX, Wrapped, describe_sites, modeling_source
 from retrofit.models import family_named, family_of, own_random_state
 from retrofit.models.preprocess import Preprocess
@@ -22,6 +23,8 @@ from retrofit.runfiles import write_json, write_text
 from retrofit.surgery import spec_of
 
 _SHARD = "5GB"
+_PROCESSOR = "CLIPImageProcessor"
+"""Resizes the shorter side, crops the centre, scales, normalises: no more, and that in every version."""
 _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
@@ -33,7 +36,8 @@ def write_hf(model: nn.Module, folder: Path) -> None:
     wrapped_model = in_transformers(model)
     write_json(folder / "preprocessor_config.json", image_processor(family_of(model).preprocess(model)))
     if spec_of(model) is None:
-        wrapped_model.save_pretrained(folder, max_shard_size=_SHARD)
+        with _no_bars():
+            _save(wrapped_model, folder)
         return
     wrapped = Wrapped.of(wrapped_model)
     path = folder / f"{wrapped.module}.py"
@@ -43,7 +47,11 @@ def write_hf(model: nn.Module, folder: Path) -> None:
         ours = getattr(module, f"{PREFIX}{wrapped.model.__name__}")(config)
         ours.load_state_dict(wrapped_model.state_dict(), strict=True, assign=True)
         # The class that will load the weights also names them: conversions of names hang on the class.
-        ours.save_pretrained(folder, max_shard_size=_SHARD)
+        _save(ours, folder)
+
+
+def _save(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder, state_dict=plain_tensors(model.state_dict()), max_shard_size=_SHARD)
 
 
 def own_config(model: Any, wrapped: Wrapped, module: ModuleType) -> Any:
@@ -56,6 +64,7 @@ def own_config(model: Any, wrapped: Wrapped, module: ModuleType) -> Any:
     config = getattr(module, f"{PREFIX}{wrapped.config.__name__}").from_dict(told)
     config.qk_norm = {"formula": asdict(spec), "sites": describe_sites(model, wrapped.inside)}
     config.auto_map = wrapped.auto_map
+    config.image_processor_type = _PROCESSOR  # where a config tells of timm, transformers looks here for it
     return config
 
 
@@ -84,7 +93,7 @@ def image_processor(preprocess: Preprocess) -> dict[str, Any]:
     """preprocessor_config.json of an image processor that does what `preprocess` says."""
     side = preprocess.image_size
     return {
-        "image_processor_type": "CLIPImageProcessor",
+        "image_processor_type": _PROCESSOR,
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": int(side / preprocess.crop_pct)},

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
-from timm.layers import LayerNorm, RmsNorm
+from timm.layers import RmsNorm
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
@@ -63,7 +63,7 @@ def native_timm(model: nn.Module) -> tuple[nn.Module | None, list[str]]:
                 key, rows = bias
                 state[key] = state[key].clone()
                 state[key][rows] -= norm.shift.detach()
-    native.load_state_dict(state, strict=True, assign=True)
+    native.load_state_dict(plain_tensors(state), strict=True, assign=True)
     native._model_args = {**told["model_args"], "qk_norm": True}
     native.pretrained_cfg = dict(inner.pretrained_cfg)
     return native.eval(), []
@@ -107,10 +107,10 @@ def native_settings(model: nn.Module) -> str | None:
     except (TypeError, AssertionError, RuntimeError, NotImplementedError):
         return None
     norms = (m for name, m in native.named_modules() if name.endswith(".q_norm"))
-    norm = next((m for m in norms if isinstance(m, LayerNorm | RmsNorm)), None)
+    norm = next((m for m in norms if isinstance(m, nn.LayerNorm | RmsNorm)), None)
     if norm is None:
         return None
-    kind = "--preset timm" if isinstance(norm, LayerNorm) else "--preset qwen3"
+    kind = "--preset timm" if isinstance(norm, nn.LayerNorm) else "--preset qwen3"
     return f"{kind} eps={norm.eps:g}"
 
 
@@ -124,7 +124,7 @@ def _obstacles(sites: dict[str, Site], slots: dict[str, nn.Module]) -> list[str]
         site, slot = sites[name], slots[name]
         assert site.norms is not None
         spec = site.norms[0].spec
-        kind = {LayerNorm: "layernorm", RmsNorm: "rms"}.get(type(slot))
+        kind = "layernorm" if isinstance(slot, nn.LayerNorm) else "rms" if isinstance(slot, RmsNorm) else None
         if kind is None:
             found[f"timm's own norm here is {type(slot).__name__}, which is no formula of QKNorm"] = None
             continue

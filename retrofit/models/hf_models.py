@@ -139,7 +139,10 @@ class TransformersFamily(Family):
         return self.forward(model, images).logits if self.head(model) is not None else None
 
     def tokens(self, model: Any, images: Tensor) -> Tensor | None:
-        body = model if self.head(model) is None else model.base_model
+        headed = self.head(model) is not None
+        body = model.base_model if headed else model
+        if headed and body is model:  # a classifier over one tower of several, such as SigLIP's, is its own base
+            body = next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
         tokens: Tensor | None = getattr(self.forward(body, images), "last_hidden_state", None)
         return tokens if tokens is not None and tokens.ndim == 3 else None
 

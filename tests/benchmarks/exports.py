@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from zoo import CLASSIFIERS
 
 from retrofit import QKNorm, insert_qk_norm, load
 from retrofit.export.folder import write_export
-from retrofit.export.proof import FIXTURE, TOLERANCES, reloaded
+from retrofit.export.proof import FEATURES, FIXTURE, TOLERANCES, reloaded
 from retrofit.models import family_of
 from retrofit.runfiles import read_json
 
 PRESETS = ("qwen3", "vit22b", "henry2020", "olmo2")
 TARGETS = ("timm", "hf", "onnx")
 LABELS = ["ant", "bee", "cat", "dog", "eel"]
-LOADERS = ("timm", "timm_file", "transformers", "transformers_class", "transformers_trusting", "onnxruntime")
+LOADERS = ("timm", "timm_file", "transformers", "transformers_class", "transformers_trusting", FEATURES, "onnxruntime")
 
 
 def retrofitted(build: Callable[[], Any], preset: str) -> Any:
@@ -47,15 +47,14 @@ def retrofitted(build: Callable[[], Any], preset: str) -> Any:
     return model
 
 
-def table(folders: list[Path]) -> list[dict[str, Any]]:
-    """A row a folder: what each loader makes of it, `None` where it refuses."""
+def table(folders: list[Path], tried: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a folder: what each loader makes of it, `None` where it refuses. tried: as `reloaded` returns it."""
     rows = {folder: {"folder": folder.name, **_facts(folder)} for folder in folders}
-    for loader in LOADERS:
-        for one in reloaded(folders, [loader]):
-            row = rows[Path(one["folder"])]
-            row[loader] = one.get("difference")
-            named = "refused" in one or not row["labels"] or one["labels"] == row["labels"]
-            row["right"] &= named and one.get("norms", row["norms"]) == row["norms"]
+    for one in tried:
+        row = rows[Path(one["folder"])]
+        row[one["loader"]] = one.get("difference")
+        named = "refused" in one or not row["labels"] or one["loader"] == FEATURES or one["labels"] == row["labels"]
+        row["right"] &= named and one.get("norms", row["norms"]) == row["norms"]
     for folder, row in rows.items():
         row["retrofit"] = _ours(folder) if row["loader"] == "retrofit" else None
     return list(rows.values())
@@ -65,7 +64,13 @@ def sound(row: dict[str, Any]) -> bool:
     """Whether the loaders that the folder is for compute the same, and every other computes the same or refuses."""
     told = [row[loader] for loader in (*LOADERS, "retrofit") if row[loader] is not None]
     home = {"timm": "timm", "transformers": "transformers_trusting", "onnxruntime": "onnxruntime"}
-    return row["right"] and row[home.get(row["loader"], "retrofit")] is not None and max(told) <= TOLERANCES["float32"]
+    whole = row["loader"] != "transformers" or row[FEATURES] is not None
+    return (
+        whole
+        and row["right"]
+        and row[home.get(row["loader"], "retrofit")] is not None
+        and max(told) <= TOLERANCES["float32"]
+    )
 
 
 def _facts(folder: Path) -> dict[str, Any]:
@@ -86,18 +91,22 @@ def _ours(folder: Path) -> float:
     return float((out - fixture["outputs"]).abs().max() / fixture["outputs"].abs().max().clamp_min(1))
 
 
-def write(root: Path, words: list[str], targets: list[str], presets: list[str]) -> list[Path]:
+def write(root: Path, words: list[str], targets: Sequence[Any], presets: Sequence[str]) -> list[Path]:
     """Exports every architecture whose name holds one of `words`, in every preset to every target."""
     folders = []
-    for name, build in CLASSIFIERS.items():
+    for name in CLASSIFIERS:
         for preset in presets if not words or any(w in name for w in words) else ():
             for to in targets:
-                folder = root / f"{name}-{preset}-{to}"
-                images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(4))
-                write_export(retrofitted(build, preset), folder, about={"base": name}, images=images, to=to)
-                folders.append(folder)
-                print(folder.name, file=sys.stderr)
+                folders.append(write_one(root, name, preset, to))
+                print(folders[-1].name, file=sys.stderr)
     return folders
+
+
+def write_one(root: Path, name: str, preset: str, to: Any) -> Path:
+    folder = root / f"{name}-{preset}-{to}"
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    write_export(retrofitted(CLASSIFIERS[name], preset), folder, about={"base": name}, images=images, to=to)
+    return folder
 
 
 def main() -> int:
@@ -107,7 +116,8 @@ def main() -> int:
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        rows = table(write(Path(root), args.words, args.to, args.presets))
+        folders = write(Path(root).resolve(), args.words, args.to, args.presets)
+        rows = table(folders, (one for loader in LOADERS for one in reloaded(folders, [loader])))
     print("| architecture-preset-target | for | " + " | ".join((*LOADERS, "retrofit.load")) + " |")
     print("|---|---|" + "---|" * (len(LOADERS) + 1))
     for row in rows:
