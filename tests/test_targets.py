@@ -164,6 +164,7 @@ def test_the_norm_of_the_modeling_file_is_the_projects_own(tmp_path: Path) -> No
     x = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
     for make in PRESETS.values():
         spec = make()
+        told = {name: getattr(spec, name) for name in space["QKNorm"].__dataclass_fields__}
         for layout, laid in (("BHND", x), ("BNHD", x.transpose(1, 2)), ("(BH)ND", x.flatten(0, 1))):
             common: dict[str, Any] = {"layout": layout, "scale_init": 2.0, "attention_scale": 0.5, "shifted": True}
             for role in ("q", "k"):
@@ -171,7 +172,7 @@ def test_the_norm_of_the_modeling_file_is_the_projects_own(tmp_path: Path) -> No
                 with torch.no_grad():
                     for p in ours.parameters():
                         p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-                theirs = space["HeadNorm"](space["QKNorm"](**vars(spec)), role, 4, 8, **common)
+                theirs = space["HeadNorm"](space["QKNorm"](**told), role, 4, 8, **common)
                 theirs.load_state_dict(ours.state_dict())
                 assert torch.equal(theirs(laid), ours(laid))
 

@@ -103,7 +103,18 @@ ZOO: dict[str, Animal] = {**FLAT, **HIERARCHICAL}
 CLASSIFIERS: dict[str, Callable[[], Any]] = {
     **{
         f"timm_{name}": ZOO[name].build
-        for name in ("vit", "deit_distilled", "dinov2", "siglip", "relpos", "eva02", "dinov3", "parallel_things")
+        for name in (
+            "vit",
+            "deit_distilled",
+            "dinov2",
+            "siglip",
+            "relpos",
+            "eva02",
+            "dinov3",
+            "parallel_things",
+            "beit",
+            "swin",
+        )
     },
     "hf_vit": ZOO["hf_vit"].build,
     "hf_deit": ZOO["hf_deit"].build,
@@ -117,6 +128,7 @@ CLASSIFIERS: dict[str, Callable[[], Any]] = {
         "CLIPForImageClassification", "CLIPConfig", drop=tuple(SMALL), vision_config=SMALL, num_labels=5
     ).build,
     "hf_beit": ZOO["hf_beit"].build,
+    "hf_swin": ZOO["hf_swin"].build,
     "hf_timm_wrapper": ZOO["hf_timm_wrapper"].build,
 }
 """Models to export: classifiers, and DINOv3, for which transformers has none."""

@@ -109,10 +109,12 @@ def modeling_source(model: PreTrainedModel) -> str:
     for base, text in forwards.items():
         imports[base.__module__] |= _foreign(text, sys.modules[base.__module__])
     parts = [
-        _HEADER.format(model=wrapped.model.__name__, auto=list(wrapped.auto_map)[-1]),
-        "from __future__ import annotations",
         "\n".join(
             [
+                _HEADER.format(model=wrapped.model.__name__, auto=list(wrapped.auto_map)[-1]),
+                "",
+                "from __future__ import annotations",
+                "",
                 "import math",
                 "from dataclasses import dataclass",
                 "from typing import Any, Literal",
@@ -254,14 +256,29 @@ def _reached(modules: list[ModuleType], root: str) -> list[str]:
             wanted += [m.name for m in node.body if _is_method(m) and m.name in ("__init__", "forward")]
         elif node is not None:
             wanted += _names(node)
+    nodes = [methods.get(name) or top.get(name) for name in sorted(found)]
+    used = [n for n in nodes if isinstance(n, ast.FunctionDef)]
+    read = {a.attr for n in used for a in ast.walk(n) if isinstance(a, ast.Attribute)}
     taken = []
     for source, tree in zip(sources, trees, strict=True):
         for node in tree.body:
             if any(name in found for name in _defined(node)):
-                dropped = [m for m in getattr(node, "body", []) if _is_method(m) and m.name not in found]
+                dropped = _unneeded(node, found, read) if isinstance(node, ast.ClassDef) else []
                 taken.append((isinstance(node, ast.ClassDef | ast.FunctionDef), _segment(source, node, dropped)))
     constants = "\n".join(text for defines, text in taken if not defines)
     return [constants, *(text for defines, text in taken if defines)]
+
+
+def _unneeded(node: ast.ClassDef, found: set[str], read: set[str]) -> list[ast.stmt]:
+    """The methods of a class that nothing reaches, and of a plain record the fields that nothing reads."""
+    gone: list[ast.stmt] = [m for m in node.body if _is_method(m) and m.name not in found]
+    if node.decorator_list:
+        fields = [i for i, n in enumerate(node.body) if isinstance(n, ast.AnnAssign)]
+        for i in fields:
+            target = node.body[i].target  # type: ignore[attr-defined]
+            if target.id not in read:
+                gone += [n for n in node.body[i : i + 2] if n is node.body[i] or isinstance(n, ast.Expr)]
+    return gone
 
 
 def _is_method(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
@@ -282,9 +299,15 @@ def _segment(source: str, node: ast.stmt, dropped: list[Any]) -> str:
     def lines(n: Any) -> range:
         return range(min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", []))]), n.end_lineno + 1)
 
-    gone = {i for n in dropped for i in (*lines(n), n.end_lineno + 1)}
     text = source.splitlines()
-    if isinstance(node, ast.ClassDef) and len(dropped) == sum(map(_is_method, node.body)) > 0:
+    gone_args: set[int] = set()
+    if isinstance(node, ast.ClassDef) and isinstance(end := node.body[0].end_lineno, int):
+        listed = text[node.lineno - 1 : end - 1]
+        if "    Args:" in listed:  # the constructor tells its parameters itself
+            gone_args = set(range(node.lineno + listed.index("    Args:") - 1, end))
+    after = {n.end_lineno + 1 for n in dropped if n.end_lineno < len(text) and not text[n.end_lineno].strip()}
+    gone = after.union(gone_args, *map(lines, dropped))
+    if isinstance(node, ast.ClassDef) and not any(_is_method(n) and n not in dropped for n in node.body):
         said = node.body[0]  # of a class that is left without methods the docstring speaks of them
         text[said.lineno - 1] = text[said.lineno - 1].partition(". ")[0] + '."""'
         gone |= set(lines(said)[1:])

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,7 +62,8 @@ def own_config(model: Any, wrapped: Wrapped, module: ModuleType) -> Any:
     for key in ("model_type", "architectures", "_name_or_path", "transformers_version", "auto_map"):
         told.pop(key, None)
     config = getattr(module, f"{PREFIX}{wrapped.config.__name__}").from_dict(told)
-    config.qk_norm = {"formula": asdict(spec), "sites": describe_sites(model, wrapped.inside)}
+    formula = {field.name: getattr(spec, field.name) for field in fields(module.QKNorm)}
+    config.qk_norm = {"formula": formula, "sites": describe_sites(model, wrapped.inside)}
     config.auto_map = wrapped.auto_map
     config.image_processor_type = _PROCESSOR  # where a config tells of timm, transformers looks here for it
     return config

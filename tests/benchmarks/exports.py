@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from safetensors.torch import load_file
 from zoo import CLASSIFIERS
 
 from retrofit import QKNorm, insert_qk_norm, load
@@ -64,7 +65,7 @@ def sound(row: dict[str, Any]) -> bool:
     """Whether the loaders that the folder is for compute the same, and every other computes the same or refuses."""
     told = [row[loader] for loader in (*LOADERS, "retrofit") if row[loader] is not None]
     home = {"timm": "timm", "transformers": "transformers_trusting", "onnxruntime": "onnxruntime"}
-    whole = row["loader"] != "transformers" or row[FEATURES] is not None
+    whole = row["loader"] != "transformers" or row[FEATURES] is not None or not row["tokens"]
     return (
         whole
         and row["right"]
@@ -76,12 +77,12 @@ def sound(row: dict[str, Any]) -> bool:
 def _facts(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / "retrofit.json")
     sites = len(manifest["sites"])
-    return {"loader": manifest["loader"], "labels": manifest["labels"], "norms": sites, "right": True}
+    tokens = "tokens" in load_file(folder / FIXTURE)
+    facts = {"loader": manifest["loader"], "labels": manifest["labels"], "norms": sites, "tokens": tokens}
+    return {**facts, "right": True}
 
 
 def _ours(folder: Path) -> float:
-    from safetensors.torch import load_file
-
     fixture, model = load_file(folder / FIXTURE), load(folder)
     family = family_of(model)
     with torch.no_grad():
