@@ -358,3 +358,56 @@ def test_what_is_not_there_lists_what_is(tmp_path: Path, chosen: Callable[..., s
             chosen(run, **given)
     with pytest.raises(RetrofitError, match=r"neither a run folder \(run.json\) nor a checkpoint"):
         chosen(tmp_path / "nowhere")
+
+
+# What of a run is exported
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of two arms, which keep a moving average of their weights."""
+    root = tmp_path_factory.mktemp("averaged")
+    run_pair(parse(content(write_images(root / "data"), steps=3, lr=3e-3, seeds=[0, 1], ema=0.5)), root / "run")
+    return root / "run"
+
+
+@pytest.mark.usefixtures("here")
+def test_the_average_or_what_it_is_the_average_of(averaged: Path, run: Path, tmp_path: Path) -> None:
+    made = averaged / "retrofit" / "lr0.003-s0"
+    weights = {name: (made / name / "retrofit.safetensors").read_bytes() for name in ("final", "without-ema")}
+    assert weights["final"] != weights["without-ema"]
+    result = read_json(made / "result.json")
+    for ema, name in ((None, "final"), (True, "final"), (False, "without-ema")):
+        out = tmp_path / str(ema)
+        export_run(averaged, out, ema=ema)
+        assert (out / "retrofit.safetensors").read_bytes() == weights[name]
+        about = read_json(out / "retrofit.json")["about"]
+        assert about["test"] == (result if name == "final" else result["without_ema"])["test"]
+        assert ("moving average (decay 0.5)" in (out / "README.md").read_text()) == (ema is not False)
+    with pytest.raises(RetrofitError, match=r"kept no average of its weights; a recipe asks for one by train.ema"):
+        export_run(run, tmp_path / "none", ema=True)
+    with pytest.raises(RetrofitError, match="holds one model"):
+        export_run(tmp_path / "None", tmp_path / "none", ema=True)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_card_tells_the_spread_over_seeds(averaged: Path, tmp_path: Path) -> None:
+    export_run(averaged, tmp_path / "out")
+    spread = read_json(tmp_path / "out" / "retrofit.json")["about"]["spread"]
+    accuracy = {
+        arm: [100 * read_json(averaged / arm / f"lr0.003-s{s}" / "result.json")["test"]["accuracy"] for s in (0, 1)]
+        for arm in ("baseline", "retrofit")
+    }
+    assert spread["seeds"] == 2
+    assert spread["mean"] == pytest.approx(sum(accuracy["retrofit"]) / 2)
+    differences = [b - a for a, b in zip(*accuracy.values(), strict=True)]
+    assert spread["difference"]["mean"] == pytest.approx(sum(differences) / 2)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "against the original, fine-tuned alike, 2 pairs" in card
+    assert "- recipe: " in card
+    assert ", weights " in card.splitlines()[2]
+
+
+def test_no_dtype_but_three(exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match="dtype='int8' is not one of float32, float16, bfloat16"):
+        export_run(exported, tmp_path / "out", dtype="int8")
