@@ -372,13 +372,18 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "formula": (HF, in_config(lambda c: c["qk_norm"]["formula"].update(norm="layernorm")), "differ by"),
     "a site": (HF, in_config(lambda c: c["qk_norm"]["sites"].popitem()), "finds 1 attention layers"),
     "labels": (HF, in_config(lambda c: c["id2label"].update({"0": "yak"})), "other class names"),
-    "stock type": (HF, in_config(lambda c: c.update(model_type="vit")), "leaves out the norm|cannot load"),
+    "stock type": (HF, in_config(lambda c: c.update(model_type="vit")), "does not name qknorm_vit"),
+    "code of another": (HF, in_config(lambda c: c["auto_map"].update(AutoModel="a/b--c.D")), "and its own classes"),
     "code": (HF, in_code, "is not what retrofit writes"),
     "timm's weights": (TIMM, in_weights, "differ by"),
     "timm's labels": (TIMM, in_config(lambda c: c["label_names"].reverse()), "other class names"),
     "timm's arguments": (TIMM, in_config(lambda c: c["model_args"].update(qk_norm=False)), "cannot load"),
     "the graph": (ONNX, in_graph, "differ by"),
 }
+
+
+_QUICK = {"code", "code of another", "stock type"}
+"""Those that are known before anything is loaded."""
 
 
 @pytest.mark.parametrize("case", TAMPERED)
@@ -392,7 +397,7 @@ def test_what_was_tampered_with_does_not_verify(folders: dict[str, Path], case: 
     assert not (copy / "ran").exists()
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "code" else [pytest.mark.slow]) for c in TAMPERED])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in _QUICK else [pytest.mark.slow]) for c in TAMPERED])
 def test_nor_where_hashes_and_seal_were_made_anew(folders: dict[str, Path], case: str, tmp_path: Path) -> None:
     name, tamper, words = TAMPERED[case]
     copy = Path(shutil.copytree(folders[name], tmp_path / "copy"))

@@ -28,6 +28,7 @@ from retrofit.export.modeling import Wrapped, modeling_source
 from retrofit.export.to_hf import in_transformers
 from retrofit.models import evaluating, family_of, sites_of
 from retrofit.qknorm import QKNorm
+from retrofit.runfiles import read_json
 from retrofit.surgery import spec_of
 
 FIXTURE = "fixture.safetensors"
@@ -201,12 +202,15 @@ def _refused(loaders: Sequence[str]) -> str:
 
 
 def _check_code(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for Python in the folder that this version would not write."""
+    """Raises CheckpointError for Python that this version would not write, and where config.json leads elsewhere."""
     code = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
     if not code:
         return
     model = in_transformers(blank(manifest))
-    if code != {f"{Wrapped.of(model).module}.py": modeling_source(model)}:
+    wrapped, config = Wrapped.of(model), read_json(folder / "config.json")
+    if config.get("model_type") != wrapped.model_type or config.get("auto_map") != wrapped.auto_map:
+        raise CheckpointError(f"{folder / 'config.json'} does not name {wrapped.model_type} and its own classes")
+    if code != {f"{wrapped.module}.py": modeling_source(model)}:
         raise CheckpointError(
             f"{', '.join(code)} is not what retrofit writes for this model with the libraries installed here, and is "
             f"not run (written with {manifest['versions']})"
