@@ -100,6 +100,13 @@ FLAT: dict[str, Animal] = {
 
 ZOO: dict[str, Animal] = {**FLAT, **HIERARCHICAL}
 
+
+def _backbone() -> Any:
+    model = ZOO["dinov2"].build()
+    model.reset_classifier(0)
+    return model
+
+
 CLASSIFIERS: dict[str, Callable[[], Any]] = {
     **{
         f"timm_{name}": ZOO[name].build
@@ -116,6 +123,7 @@ CLASSIFIERS: dict[str, Callable[[], Any]] = {
             "swin",
         )
     },
+    "timm_backbone": _backbone,
     "hf_vit": ZOO["hf_vit"].build,
     "hf_deit": ZOO["hf_deit"].build,
     "hf_dinov2": ZOO["hf_dinov2"].build,
@@ -131,4 +139,4 @@ CLASSIFIERS: dict[str, Callable[[], Any]] = {
     "hf_swin": ZOO["hf_swin"].build,
     "hf_timm_wrapper": ZOO["hf_timm_wrapper"].build,
 }
-"""Models to export: classifiers, and DINOv3, for which transformers has none."""
+"""Models to export: classifiers, a backbone, and DINOv3, for which transformers has no classifier."""

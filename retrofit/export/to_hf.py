@@ -77,8 +77,7 @@ def in_transformers(model: nn.Module) -> Any:
     told, labels = family.config(model), list(family.labels(model))
     headed = family.head(model) is not None
     config = TimmWrapperConfig.from_dict(
-        {k: told[k] for k in ("architecture", "model_args", "pretrained_cfg")},
-        num_labels=told["num_classes"] if headed else 0,
+        {k: told[k] for k in ("architecture", "model_args", "pretrained_cfg", "num_classes")},
         **({"id2label": dict(enumerate(labels))} if labels else {}),
     )
     if labels:
