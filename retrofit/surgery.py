@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -50,7 +51,7 @@ class Insertion:
     remarks: list[str] = field(default_factory=list)
     """What calibration could not hold, and which layers the remaining shock comes from."""
     norms: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """The norms' parameters as they went in, by their names in the model, for `insert_same`."""
+    """The norms' parameters as they went in, by site from where the sites' names differ, for `insert_same`."""
 
 
 @torch.inference_mode(False)  # what it makes and measures is trained, by the fit and by the user
@@ -114,23 +115,23 @@ def insert_qk_norm(
     said = remarks(spec, init, layers, min(cosines, default=None))
     state = {
         f"{name}.{key}": value.detach().clone()
-        for site, pair in zip(sites, norms, strict=True)
-        for name, norm in zip(_names(site), pair, strict=True)
+        for names, pair in zip(_names(sites), norms, strict=True)
+        for name, norm in zip(names, pair, strict=True)
         for key, value in norm.state_dict().items()
     }
     return Insertion(spec, init, [s.name for s in sites], skipped, layers, shocks, said, state)
 
 
 def insert_same(model: nn.Module, spec: QKNorm, norms: Mapping[str, Tensor]) -> None:
-    """Puts the norms of an earlier insertion (`Insertion.norms`) into another copy of the same model.
+    """Puts the norms of an earlier insertion (`Insertion.norms`) into another copy of the model, with or without a head.
 
     Raises ModelError, before any change, where they are those of another one.
     """
     sites, _ = _chosen(model, spec)
     placed = [_norms(model, site, spec) for site in sites]
     left = dict(norms)
-    for site, pair in zip(sites, placed, strict=True):
-        for name, norm in zip(_names(site), pair, strict=True):
+    for names, pair in zip(_names(sites), placed, strict=True):
+        for name, norm in zip(names, pair, strict=True):
             own = {key: left.pop(f"{name}.{key}", torch.empty(0)) for key in norm.state_dict()}
             lacking = [key for key, value in norm.state_dict().items() if value.shape != own[key].shape]
             if lacking:
@@ -142,10 +143,12 @@ def insert_same(model: nn.Module, spec: QKNorm, norms: Mapping[str, Tensor]) -> 
         site.place(*pair)
 
 
-def _names(site: Site) -> tuple[str, str]:
-    """Of the norms of q and k in the model."""
-    place = f"{site.name}." if site.name else ""
-    return f"{place}q_norm", f"{place}k_norm"
+def _names(sites: Sequence[Site]) -> list[tuple[str, str]]:
+    """Of the norms of q and k at each site, from where the sites' names differ: a head put on moves them all inwards."""
+    paths = [site.name.split(".") for site in sites]
+    shared = len(os.path.commonprefix(paths))
+    places = ["".join(f"{part}." for part in path[shared:]) for path in paths]
+    return [(f"{place}q_norm", f"{place}k_norm") for place in places]
 
 
 def insert_blank(model: nn.Module, spec: QKNorm) -> None:

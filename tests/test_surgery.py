@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from conftest import MAKERS, outputs_of, sharpen, tiny_hf, tiny_timm
 from torch import nn
 
@@ -314,6 +315,21 @@ def test_insert_same(kind: str, images) -> None:
     with pytest.raises(ModelError, match="not the same model"):
         insert_same(untouched, insertion.spec, every.norms)
     assert spec_of(untouched) is None
+
+
+def test_insert_same_below_a_head(images) -> None:
+    """transformers puts the body one name deeper when a head comes on."""
+    config = transformers.Dinov2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8, num_labels=4
+    )
+    body, headed = transformers.Dinov2Model(config), transformers.Dinov2ForImageClassification(config)
+    headed.dinov2.load_state_dict(body.state_dict())
+    for layers in (None, (1,)):  # one site alone has no name that differs
+        one, other = copy.deepcopy(body), copy.deepcopy(headed)
+        insertion = insert_qk_norm(one, QKNorm(layers=layers), images, "match")
+        insert_same(other, insertion.spec, insertion.norms)
+        for name, value in one.state_dict().items():
+            assert value.equal(other.state_dict()[f"dinov2.{name}"])
 
 
 def test_shock_is_measured_on_held_out_images_only(images) -> None:
