@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -123,7 +123,7 @@ def insert_qk_norm(
 
 
 def insert_same(model: nn.Module, spec: QKNorm, norms: Mapping[str, Tensor]) -> None:
-    """Puts the norms of an earlier insertion (`Insertion.norms`) into another copy of the model, with or without a head.
+    """Puts the norms of an earlier insertion (`Insertion.norms`) into another copy of the model, whatever its head.
 
     Raises ModelError, before any change, where they are those of another one.
     """
@@ -144,9 +144,9 @@ def insert_same(model: nn.Module, spec: QKNorm, norms: Mapping[str, Tensor]) -> 
 
 
 def _names(sites: Sequence[Site]) -> list[tuple[str, str]]:
-    """Of the norms of q and k at each site, from where the sites' names differ: a head put on moves them all inwards."""
+    """Of the norms of q and k at each site, from where the sites' names differ: a head may move them all inwards."""
     paths = [site.name.split(".") for site in sites]
-    shared = len(os.path.commonprefix(paths))
+    shared = sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
     places = ["".join(f"{part}." for part in path[shared:]) for path in paths]
     return [(f"{place}q_norm", f"{place}k_norm") for place in places]
 
