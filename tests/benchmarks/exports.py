@@ -2,8 +2,8 @@
 
 Small models with random weights of at least 12 architectures, four formulas, three targets. For each: the largest
 difference of an output, relative to the largest where that exceeds 1, after a reload in a fresh process that cannot
-import this package (one process a loader over all folders); what leaving the norm out would change; and whether stock loaders compute the same or refuse. There
-is no third thing: the exit status is 1 if there is.
+import this package (one process a loader over all folders); what leaving the norm out would change; and whether stock
+loaders compute the same or refuse. There is no third thing: the exit status is 1 if there is.
 """
 
 from __future__ import annotations
