@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(strange or settings)}")
     if hasattr(args, "settings"):
         args.settings = [*args.settings, *settings]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or a log that cannot hold a minus sign or a name
+            stream.reconfigure(errors="backslashreplace")
     for number in (signal.SIGTERM, signal.SIGINT):  # the second too, which a shell's background jobs ignore
         signal.signal(number, _interrupt)
     try:

@@ -53,6 +53,9 @@ WITHOUT_EMA = "without-ema"
 LAST = "last"
 FAILURE = "failure.json"
 
+_LARGEST = 1e30
+"""Numbers beyond it are as good as infinite: their squares and sums must stay finite."""
+
 BASELINE = "baseline"
 """The arm that every other is compared with."""
 AA = "aa"
@@ -143,7 +146,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
+    write_bytes(path, encoded(text))
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8; what it cannot hold, such as a byte of a name that is no text, as the escape that JSON has for it."""
+    return text.encode(errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -177,15 +185,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """`value` where it is a finite number, else None."""
+    """`value` where it is a number that can be reckoned with, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= _LARGEST else None
 
 
 def count(value: Any) -> int | None:
-    """`value` where it is a whole number from 0, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """`value` where it is a whole number from 0 that 64 bits hold, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
 
 def table(value: Any) -> Mapping[str, Any]:
@@ -196,7 +204,7 @@ def table(value: Any) -> Mapping[str, Any]:
 def text(value: Any) -> str | None:
     """A string or a finite number on one line, None where `value` is neither."""
     shown = value if isinstance(value, str | int) else number(value)
-    return None if shown is None else " ".join(str(shown).split())
+    return None if shown is None else " ".join(encoded(str(shown)).decode().split())
 
 
 def items(value: Any) -> list[Any]:
@@ -221,7 +229,7 @@ class JsonLines:
     def write(self, row: Mapping[str, Any]) -> None:
         if self._file is not None and self.path is not None:
             with naming(self.path):
-                self._file.write(dumps(row).encode() + b"\n")
+                self._file.write(encoded(dumps(row)) + b"\n")
                 self._file.flush()
 
     def synced(self) -> int:

@@ -323,6 +323,14 @@ def test_a_command_that_cannot_be_read_is_exit_2(capsys: pytest.CaptureFixture[s
     assert expected in said.err.splitlines()[-1]
 
 
+def test_a_terminal_that_lacks_a_letter_gets_an_escape(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "run", images=20, steps=5, lrs=[0.001], layers=1, recipe={"data": {"source": "für"}})
+    command = [sys.executable, "-m", "retrofit", "report", str(made)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert r"f\xfcr" in done.stdout
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["--version"], *([name, "--help"] for name in ("probe", "apply", "pair", "verify"))):
         with pytest.raises(SystemExit) as ended:

@@ -26,8 +26,9 @@ from retrofit import stats
 from retrofit.errors import RetrofitError
 from retrofit.report import build_report, write_overview, write_report
 from retrofit.report.html import to_html
-from retrofit.report.markdown import to_markdown
+from retrofit.report.markdown import _escape, to_markdown
 from retrofit.report.text import page
+from retrofit.runfiles import encoded
 
 SCHEMA = json.loads((files("retrofit.report") / "schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -37,7 +38,7 @@ def checked(folder: Path) -> dict[str, Any]:
     """The document of a folder, valid under the schema, with a page that never says nan."""
     document = build_report(folder)
     VALIDATOR.validate(json.loads(json.dumps(document, allow_nan=False)))
-    text = to_markdown(page(document))
+    text = encoded(to_markdown(page(document))).decode()
     assert not re.search(r"\b(nan|None|inf)\b", text)
     return document
 
@@ -293,7 +294,10 @@ def test_a_twin_that_ends_exactly_alike_is_said_to(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", aa=LRS[:1], lrs=LRS[:1], layers=1)
     for seed in SEEDS:
         shutil.rmtree(folder / folder_of("aa", LRS[0], seed))
-        shutil.copytree(folder / folder_of("baseline", LRS[0], seed), folder / folder_of("aa", LRS[0], seed))
+        place = Path(
+            shutil.copytree(folder / folder_of("baseline", LRS[0], seed), folder / folder_of("aa", LRS[0], seed))
+        )
+        (place / "result.json").write_text((place / "result.json").read_text().replace('"baseline"', '"aa"'))
     told = checked(folder)["verdict"]["sentences"][-1]
     assert told.endswith("end exactly alike (3 pairs).")
 
@@ -561,6 +565,33 @@ def test_without_run_json_the_runs_on_disk_are_reported(copy: Path) -> None:
     assert after["faults"][0] == {"path": "run.json", "reason": "is missing"}
 
 
+def test_a_run_that_lies_in_the_folder_of_another_is_left_out(copy: Path) -> None:
+    """A seed copied to the place of another would count twice."""
+    for arm in ("baseline", "retrofit"):
+        place = copy / folder_of(arm, LRS[0], 1)
+        shutil.rmtree(place)
+        shutil.copytree(copy / folder_of(arm, LRS[0], 0), place)
+    document = checked(copy)
+    assert compared(document, "same_rate", LRS[0])["seeds"] == [0, 2]
+    assert {"path": f"{folder_of('retrofit', LRS[0], 1)}/result.json"} in [
+        {"path": f["path"]} for f in document["faults"]
+    ]
+    (copy / "run.json").unlink()  # and without a plan to hold them against
+    document = checked(copy)
+    assert compared(document, "same_rate", LRS[0])["seeds"] == [0, 2]
+    told = [f["reason"] for f in document["faults"] if f["path"] == folder_of("retrofit", LRS[0], 1)]
+    assert told == ["names retrofit at learning rate 0.001 with seed 0 a second time; this one is left out"]
+
+
+def test_markdown_shows_words_as_they_are() -> None:
+    """Names of classes, folders and sites may hold whatever Markdown would take for its own."""
+    for words in ("&lt;b&gt; ~~x~~ <i>", "# a *b*", "- c", "+ d", "1. e", "2) f", "=== g", "a_b _c_"):
+        shown = _escape(words)
+        assert re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", shown) == words
+        bare = re.sub(r"\\.", "x", shown)
+        assert not re.search(r"[&<>~*]|^[#+=-]|^[0-9]+[.)] |(?<!\w)_|_(?!\w)", bare)
+
+
 GARBAGE = [b"", b"{", b"null", b"[1, 2]", b'{"a": NaN}', b"\x00\xff\xfe", b'{"status": "finished"}\n', None]
 
 
@@ -602,7 +633,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", ["run.json", "retrofit/insertion.json", folder_of("retrofit", LRS[0], 0) + "/result.json"]
 )
-@pytest.mark.parametrize("value", [None, "text", -1, True, [], {}, [None], {"a": []}, 1e400])
+@pytest.mark.parametrize("value", [None, "text", "\ud800", -1, True, [], {}, [None], {"a": []}, 1e400, 10**400])
 def test_values_of_the_wrong_kind_do_no_harm(tiny: Path, name: str, value: Any) -> None:
     """Every top-level value of a file in turn, and every value one level below."""
     path = tiny / name
@@ -624,7 +655,25 @@ def test_values_of_the_wrong_kind_do_no_harm(tiny: Path, name: str, value: Any) 
         path.write_text(before)
 
 
-ODD = [None, "", "text", -1, 0, 1e308, 1 << 70, 0.5, True, [], {}, [None], [[1]], {"a": []}, {"": None}]
+ODD = [
+    None,
+    "",
+    "text",
+    "\ud800",
+    -1,
+    0,
+    1e308,
+    1 << 70,
+    10**400,
+    0.5,
+    True,
+    [],
+    {},
+    [None],
+    [[1]],
+    {"a": []},
+    {"": None},
+]
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -655,7 +704,7 @@ def test_files_edited_by_hand_do_no_harm(tiny: Path, data: st.DataObject) -> Non
         path.write_text(before)
 
 
-@pytest.mark.parametrize("value", [1e308, -1e300])
+@pytest.mark.parametrize("value", [1e308, -1e300, 10**400])
 def test_numbers_beyond_all_measure_are_drawn(small: Path, tmp_path: Path, value: float) -> None:
     copy = Path(shutil.copytree(small, tmp_path / "run"))
     place = copy / folder_of("retrofit", LRS[1], 1)

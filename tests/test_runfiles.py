@@ -150,6 +150,23 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path, torn: str) -> None:
     assert read_jsonl(path) == [{"step": 0}, {"step": 1}]
 
 
+def test_names_that_are_no_text_come_back(tmp_path: Path) -> None:
+    """The system gives names of files that are no UTF-8 as lone surrogates, which UTF-8 cannot hold."""
+    name = os.fsdecode(b"caf\xe9")
+    runfiles.write_json(tmp_path / "a.json", {"name": name})
+    assert runfiles.read_json(tmp_path / "a.json") == {"name": name}
+    rows = JsonLines(tmp_path / "a.jsonl")
+    rows.write({"name": name})
+    rows.close()
+    assert read_jsonl(tmp_path / "a.jsonl") == [{"name": name}]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e31, math.nan, math.inf, True, "1", None])
+def test_what_cannot_be_reckoned_with_is_no_number(value: Any) -> None:
+    assert runfiles.number(value) is None
+    assert runfiles.count(value) is None
+
+
 def test_a_torn_letter_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"name": "\xc3')

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from retrofit.data.keyed import keyed_seed
 from retrofit.errors import DataError
@@ -117,7 +117,8 @@ class Images:
 
     def _unreadable(self, i: int, error: Exception) -> DataError:
         where = self._encoded.name(int(self._rows[i]))
-        return DataError(f"{where} cannot be read as an image: {error or type(error).__name__}")
+        why = "its kind is none that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        return DataError(f"{where} cannot be read as an image: {why or type(error).__name__}")
 
 
 def ranked(labels: Ints, key: str) -> tuple[Ints, Ints, Ints]:

@@ -117,9 +117,14 @@ def _image_folder(root: Path) -> Images:
         log.warning("%s holds no images; it is kept as a class", folders[label])
     if skipped:
         log.warning("%d files in %s are no images of a class, such as %s", len(skipped), root, skipped[0])
-    ids = [p.relative_to(root).as_posix() for p in paths]
-    classes = tuple(p.name for p in folders) or UNLABELLED
+    ids = [_text(p.relative_to(root)) for p in paths]
+    classes = tuple(_text(p.relative_to(root)) for p in folders) or UNLABELLED
     return Images(ids, np.array(labels, np.int64), classes, Files(paths), np.arange(len(paths)))
+
+
+def _text(path: Path) -> str:
+    """A name as text, where bytes that are none (an old disk's Latin-1) become escapes."""
+    return os.fsencode(path.as_posix()).decode(errors="backslashreplace")
 
 
 def _below(folder: Path) -> Iterator[Path]:

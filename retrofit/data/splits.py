@@ -45,6 +45,8 @@ def open_splits(data: recipe.Data) -> Splits:
     """
     opened = {role: _labelled(split) for role, split in _chosen(data).items()}
     train, classes = opened["train"], opened["train"].classes
+    if len(classes) < 2:
+        raise DataError(f"all training images of {data.source} are of one class, {classes[0]}; training needs {LAYOUT}")
     tenth = max(1, len(train) // 10)
     for role in ("validation", "test"):
         if role in opened:

@@ -39,5 +39,6 @@ def _table(table: Table) -> str:
 
 def _escape(text: str) -> str:
     """Plain text as Markdown shows it unchanged. `_` within a word and backticks around code may stay."""
-    text = re.sub(r"([\\|*<>\[\]])", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"([\\|*<>\[\]&~])", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"^([#+=-])", r"\\\1", re.sub(r"^([0-9]+)([.)])(?!\S)", r"\1\\\2", text))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)

@@ -12,7 +12,7 @@ from typing import Any
 
 from retrofit import runfiles
 from retrofit.errors import RetrofitError
-from retrofit.report.runs import Fault, Run, read_mapping, read_run
+from retrofit.report.runs import UNKNOWN, Fault, Run, read_mapping, read_run
 from retrofit.runfiles import AA, BASELINE, RunKey, count, items, number, table
 
 
@@ -47,7 +47,8 @@ def read_study(folder: Path) -> Study:
     if not plan:
         if manifest:
             faults.append(Fault(runfiles.MANIFEST, "holds no plan; what lies in the folder is reported"))
-        plan = sorted(filter(None, (_key_on_disk(folder, name, faults) for name in found)))
+        plan = sorted(_once(((n, _key_on_disk(folder, n, faults)) for n in sorted(found)), faults))
+        found = set()
     if not plan:
         raise RetrofitError(
             f"{folder} holds no run.json with a plan and no finished run: there is nothing to report on"
@@ -72,22 +73,35 @@ def read_study(folder: Path) -> Study:
 
 
 def _plan(manifest: Mapping[str, Any], faults: list[Fault]) -> Iterable[RunKey]:
-    """The keys of run.json's plan, each once; entries that are none become a fault."""
-    seen = set()
-    for i, entry in enumerate(items(manifest.get("plan"))):
-        key = _key(table(entry))
+    """The keys of run.json's plan; entries that are none become a fault."""
+    keys = [_key(table(entry)) for entry in items(manifest.get("plan"))]
+    for i, key in enumerate(keys):
         if key is None:
             faults.append(Fault(runfiles.MANIFEST, f"entry {i} of its plan is damaged and is left out"))
-        elif key.folder not in seen:
-            seen.add(key.folder)
+    return _once(((runfiles.MANIFEST, key) for key in keys), faults)
+
+
+def _once(keys: Iterable[tuple[str, RunKey | None]], faults: list[Fault]) -> Iterable[RunKey]:
+    """Each key once, by what is trained and by where it lies; `keys` come with the file that names them."""
+    seen: set[Any] = set()
+    for name, key in keys:
+        if key is None:
+            continue
+        run = (key.arm, key.lr, key.seed, key.precision)
+        if seen.isdisjoint((run, key.folder)):
             yield key
+        else:
+            what = f"{key.arm} at learning rate {key.lr:g} with seed {key.seed}"
+            faults.append(Fault(name, f"names {what} a second time; this one is left out"))
+        seen |= {run, key.folder}
 
 
 def _key(entry: Mapping[str, Any]) -> RunKey | None:
     arm, lr, seed = entry.get("arm"), number(entry.get("lr")), count(entry.get("seed"))
     if not isinstance(arm, str) or lr is None or lr <= 0 or seed is None:
         return None
-    key = RunKey.of(arm, lr, seed, str(entry.get("precision") or "unknown"))
+    precision = entry.get("precision")
+    key = RunKey.of(arm, lr, seed, precision if precision and isinstance(precision, str) else UNKNOWN)
     return replace(key, folder=entry["folder"]) if isinstance(entry.get("folder"), str) else key
 
 

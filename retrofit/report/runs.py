@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from retrofit import runfiles
 from retrofit.errors import RetrofitError
-from retrofit.runfiles import RunKey, count, items, number, table
+from retrofit.runfiles import RunKey, count, items, number, table, text
 
-_LARGEST = 1e30
-"""Numbers beyond it are as good as infinite: their squares and sums must stay finite."""
+UNKNOWN = "unknown"
+"""The precision of a run of which no file tells it."""
 
 Status = Literal["finished", "diverged", "unfinished", "missing", "damaged"]
 
@@ -106,11 +106,11 @@ def read_run(folder: Path, key: RunKey, faults: list[Fault]) -> Run:
         key,
         "missing",
         steps=tuple(int(r["step"]) for r in rows),
-        loss=tuple(_finite(r.get("loss")) for r in rows),
-        grad_norm=tuple(_finite(r.get("grad_norm")) for r in rows),
+        loss=tuple(number(r.get("loss")) for r in rows),
+        grad_norm=tuple(number(r.get("grad_norm")) for r in rows),
         ids=tuple(r.get("ids") for r in rows),
         seconds=tuple(
-            s for r in runfiles.read_jsonl(place / runfiles.TIMINGS) if (s := _finite(r.get("seconds"))) and s > 0
+            s for r in runfiles.read_jsonl(place / runfiles.TIMINGS) if (s := number(r.get("seconds"))) and s > 0
         ),
         probes=_probes(place),
     )
@@ -130,6 +130,9 @@ def read_run(folder: Path, key: RunKey, faults: list[Fault]) -> Run:
         what = "holds no test result" if status == "finished" else "has no status finished or diverged"
         faults.append(Fault(f"{key.folder}/{runfiles.RESULT}", f"{what}; the run is left out"))
         return replace(run, status="damaged")
+    if others := _others(result, key):
+        faults.append(Fault(f"{key.folder}/{runfiles.RESULT}", f"is of another run ({others}); the run is left out"))
+        return replace(run, status="damaged")
     kept = ((runfiles.METRICS, run.steps), (runfiles.TIMINGS, run.seconds), (runfiles.PROBES, run.probes))
     for name, content in kept:
         if not content:
@@ -138,16 +141,18 @@ def read_run(folder: Path, key: RunKey, faults: list[Fault]) -> Run:
     return _with_predictions(folder, run, faults) if status == "finished" else run
 
 
-def _finite(value: Any) -> float | None:
-    found = number(value)
-    return found if found is not None and abs(found) <= _LARGEST else None
+def _others(result: Mapping[str, Any], key: RunKey) -> str:
+    """In what a result says to be of another run than its folder is for; nothing where it is of that one."""
+    names = ("arm", "lr", "seed", *(("precision",) if key.precision != UNKNOWN else ()))
+    own = {name: getattr(key, name) for name in names}
+    return ", ".join(f"{k} {text(result[k]) or 'damaged'}" for k, v in own.items() if k in result and result[k] != v)
 
 
 def _score(value: Any) -> Score | None:
     accuracy = number(table(value).get("accuracy"))
     if accuracy is None or not 0 <= accuracy <= 1:
         return None
-    return Score(accuracy, _finite(value.get("loss")), count(value.get("images")))
+    return Score(accuracy, number(value.get("loss")), count(value.get("images")))
 
 
 def _probes(place: Path) -> tuple[Probe, ...]:
@@ -156,7 +161,7 @@ def _probes(place: Path) -> tuple[Probe, ...]:
     for row in runfiles.read_jsonl(place / runfiles.PROBES):
         step = count(row.get("step"))
         layers = tuple(
-            Layer(str(layer.get("site")), *(_finite(layer.get(k)) for k in figures))
+            Layer(str(layer.get("site")), *(number(layer.get(k)) for k in figures))
             for layer in map(table, items(row.get("layers")))
             if layer.get("site")
         )
