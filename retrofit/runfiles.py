@@ -52,15 +52,15 @@ FINAL = "final"
 WITHOUT_EMA = "without-ema"
 LAST = "last"
 FAILURE = "failure.json"
-
+OTHERS = (RECIPE, MANIFEST, "report.html", "report.md", "report.json", "tensorboard", "wandb", "export")
+"""What lies, or may lie, beside the arms."""
 _LARGEST = 1e30
 """Numbers beyond it are as good as infinite: their squares and sums must stay finite."""
 
 BASELINE = "baseline"
 """The arm that every other is compared with."""
 AA = "aa"
-"""The baseline's twin: the same run from weights that differ by a millionth, to show how far chance alone carries.
-No arm to judge."""
+"""The baseline's twin: the same run from weights that differ by a millionth. It shows what chance does."""
 
 
 @dataclass(frozen=True, order=True)

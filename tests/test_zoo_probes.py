@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from zoo import FLAT, ZOO
 
 from retrofit import QKNorm, insert_qk_norm, probe
 from retrofit.models import family_of, sites_of
+from retrofit.runfiles import dumps
 
 each = pytest.mark.parametrize("name", [name for name in ZOO if name != "hf_data2vec_eager"])
 
@@ -207,6 +209,22 @@ def test_percentiles_come_within_a_bin() -> None:
         for key, p in (("logit_p50", 0.5), ("logit_p99", 0.99)):
             wanted = values.flatten().quantile(p).item()
             assert row[key] == pytest.approx(wanted, rel=0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, 1e38])
+def test_a_model_that_has_diverged_can_be_looked_at(value: float) -> None:
+    """What its attention comes to is no number, or none that is finite: it is said, and nothing fails."""
+    model = sharpened("vit")
+    with torch.no_grad():
+        for site in sites_of(model)[0]:
+            for weight in site.projections:
+                weight.fill_(value)
+                weight.view(torch.int32).bitwise_or_(-(math.isnan(value)))  # all bits: the last of all NaN
+    with probe(model) as seen:
+        run("vit", model)
+    rows = json.loads(dumps(seen.rows(per_head=True)))
+    assert {row["logit_p99"] for row in rows} == {None}
+    assert {row["logit_absmax"] for row in rows} == {None}
 
 
 def test_a_sample_reads_less_and_says_so() -> None:

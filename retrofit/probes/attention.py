@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ _BLOCK = 1 << 20
 """Logits held at a time: 4 MiB in float32, which caches hold."""
 _BINS = 1 << 14
 """Bins a sign: the exponent and the first six bits of the mantissa of a float32."""
+_INFINITE = 0x7F800000 >> 17
+"""The bin of infinity; those after it are of what is no number."""
 _LOW_ENTROPY = 0.05
 
 
@@ -118,6 +121,8 @@ class AttentionStats:
         counts = torch.cat([negative.flip(0), positive])
         at = int((counts.cumsum(0) < p * counts.sum()).sum()) - _BINS
         sign, at = (1.0, at) if at >= 0 else (-1.0, -1 - at)
+        if at >= _INFINITE:  # as in a run that has diverged
+            return sign * math.inf if at == _INFINITE else math.nan
         lower, upper = ((at + i << 17) for i in (0, 1))
         edges = torch.tensor([lower, upper], dtype=torch.int32).view(torch.float32)
         return sign * float(edges.double().mean())

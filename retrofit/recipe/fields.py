@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 
 from retrofit.errors import RecipeError
 from retrofit.qknorm import QKNorm
-from retrofit.runfiles import AA, BASELINE, RunKey
+from retrofit.runfiles import AA, BASELINE, OTHERS, RunKey
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Freeze = Literal["none", "head_only", "attention_only", "norms_only"]
@@ -31,9 +32,12 @@ def _as_twin(value: Any) -> Any:
     if isinstance(value, bool):
         return value
     try:
-        return [float(v) for v in _as_list(value)]
+        rates = [float(v) for v in _as_list(value)]
     except (TypeError, ValueError):
-        raise RecipeError(f"aa: true, false or some of train.lr is needed, not {value!r}") from None
+        rates = [math.nan]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise RecipeError(f"aa: true, false or some of train.lr is needed, not {value!r}")
+    return rates
 
 
 def _as_lockstep(value: Any) -> Any:
@@ -244,9 +248,11 @@ class Recipe:
             faults.append(f"arms: one of them must be called {BASELINE}; the others are compared with it")
         if BASELINE in self.arms and self.arms[BASELINE].qk_norm is not None:
             faults.append(f"arms.{BASELINE}.qk_norm: the baseline has no QK-Norm; give this arm another name")
-        for name in self.arms:
+        for i, name in enumerate(self.arms):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
                 faults.append(f"arms.{name}: a name of letters, digits, _, - and . is needed, since it names a folder")
+            elif name in OTHERS or name.lower() in [*map(str.lower, self.arms)][:i]:
+                faults.append(f"arms.{name}: something else in a run folder has this name; give the arm another")
         for key in ("lr", "seeds", "precision"):
             values = getattr(self.train, key)
             shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
@@ -274,7 +280,8 @@ class Recipe:
             raise RecipeError("\n".join(faults))
 
     def _unmatched_faults(self) -> list[str]:
-        faults = []
+        strange = {*self.unmatched}.difference(Train.OWN, *(arm.train for arm in self.arms.values()))
+        faults = [f"unmatched: {key}: an arm may have its own {', '.join(Train.OWN)}" for key in sorted(strange)]
         for name, arm in self.arms.items():
             for key in arm.train:
                 path = f"arms.{name}.train.{key}"
