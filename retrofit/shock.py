@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retrofit.models import FAMILIES, evaluating, own_random_state
+from retrofit.models import evaluating, own_random_state, owner_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Shock:
 
 def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Outputs:
     """The model's outputs on some images, in evaluation mode and float32."""
-    family = next((f for f in FAMILIES if f.owns(model)), None)
+    family = owner_of(model)
     with evaluating(model), own_random_state(0):  # some models, such as MAE, draw what they look at
         tokens = [family.tokens(model, b) if family else None for b in batches]
         logits = [family.logits(model, b) if family else _as_logits(model(b)) for b in batches]

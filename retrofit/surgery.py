@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -12,26 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.calibrate import (
-    Excerpt,
+    Images,
     Init,
     LayerCalibration,
-    Moments,
-    calibrate,
+    Measured,
+    batches_for,
+    check_takes,
     remarks,
-    rotations,
     shiftable,
 )
 from retrofit.errors import ModelError, RetrofitError
-from retrofit.models import FAMILIES, Family, Site, Skipped, evaluating, left_out, own_random_state, sites_of
+from retrofit.models import Site, Skipped, left_out, owner_of, sites_of
 from retrofit.norms import HeadNorm
 from retrofit.qknorm import QKNorm
 from retrofit.shock import Shock, outputs, shock
-from retrofit.tap import tapped
-
-Images = Tensor | Iterable[Tensor]
-_BATCH = 16
-_KEPT = 384 << 20
-"""Bytes of q and k, over all sites, that calibration keeps."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,7 @@ def insert_qk_norm(
         model: any module of timm or transformers, or one that contains such attention.
         spec: the formula, such as QKNorm.preset("qwen3", gain="per_head").
         images: preprocessed images to calibrate on, [B, 3, H, W] or an iterable of such; a few dozen do. No labels.
+            Videos, [B, frames, 3, H, W], where the model takes those.
         init: "fit" keeps the attention that the model had as far as the formula can, fitted layer by layer; "match"
             does so in closed form (calibrate/); "ones" is the formula's own start, and needs no images.
         held_out: other images, on which insertion shock is measured.
@@ -90,10 +85,12 @@ def insert_qk_norm(
         )
     sites, skipped = _chosen(model, spec)
     norms = [_norms(model, site, spec) for site in sites]
-    test = list(_batches(held_out, model)) if held_out is not None else []
+    test = list(batches_for(model, held_out)) if held_out is not None else []
+    if test:
+        check_takes(model, test[0])
     count = sum(len(b) for b in test)
     before = outputs(model, test) if test else None
-    measured = _Measured.on(model, sites, spec, images) if images is not None else None
+    measured = Measured.on(model, sites, spec, images) if images is not None else None
 
     shocks: dict[str, Shock] = {}
     layers: list[LayerCalibration] = []
@@ -255,86 +252,8 @@ def _norms(model: nn.Module, site: Site, spec: QKNorm, scale_init: float | None 
 
 def _published_scale(model: nn.Module) -> float:
     """log2(n^2 - n) for n tokens (Henry et al. 2020)."""
-    family = _family(model)
+    family = owner_of(model)
     tokens = family.token_count(model) if family else None
     if tokens is None:
         raise RetrofitError("scale_init is needed: the number of tokens, which it follows from, is not known here")
     return math.log2(tokens**2 - tokens)
-
-
-@dataclass
-class _Measured:
-    """What calibration needs of the original: a mapping each by site, and one of the images."""
-
-    moments: dict[str, Moments]
-    excerpts: dict[str, Excerpt]
-    sites: list[Site]
-    image: Tensor
-
-    @classmethod
-    def on(cls, model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> _Measured:
-        family = _family(model)
-        prefix = family.prefix_tokens(model) if family else 0
-        moments = {site.name: Moments.of(site, spec) for site in sites}
-        excerpts = {site.name: Excerpt(site, prefix, _KEPT // len(sites)) for site in sites}
-        image = None
-        tap = tapped(sites, lambda r: moments[r.site.name].read(r), lambda r: excerpts[r.site.name].read(r))
-        with evaluating(model), own_random_state(0), tap:
-            for batch in _batches(images, model):
-                image = batch[:1] if image is None else image
-                _run(model, batch)
-        idle = [name for name, m in moments.items() if not m.count]
-        if idle:
-            raise ModelError(f"{idle[0]} did not run on the calibration images, so that it cannot be calibrated")
-        assert image is not None
-        return cls(moments, excerpts, sites, image)
-
-    def calibrate(self, model: nn.Module, init: Init) -> list[LayerCalibration]:
-        """Layer by layer; what a layer no longer needs is let go."""
-        turned = [
-            s for s in self.sites if s.rotated and s.norms is not None and s.norms[0].spec.position == "before_rope"
-        ]
-        with evaluating(model), own_random_state(0):
-            found = rotations(turned, lambda count: _run(model, self.image.expand(count, -1, -1, -1)))
-        layers = []
-        for site in self.sites:
-            excerpt = self.excerpts.pop(site.name)
-            if site.name in found:
-                excerpt.derotate(found.pop(site.name))
-            assert site.norms is not None
-            layers.append(calibrate(*site.norms, self.moments[site.name], excerpt, init))
-        return layers
-
-
-def _run(model: nn.Module, batch: Tensor) -> None:
-    family = _family(model)
-    if family is None:
-        model(batch)
-    else:
-        family.forward(model, batch)
-
-
-def _family(model: nn.Module) -> Family | None:
-    """None for a module of neither library, which only contains their attention."""
-    return next((family for family in FAMILIES if family.owns(model)), None)
-
-
-def _batches(images: Images, model: nn.Module) -> Iterator[Tensor]:
-    """`images` as [B, 3, H, W] on the model's device and in its dtype, at most 16 a batch, one batch held at a time.
-
-    Raises RetrofitError for what is no batch of images.
-    """
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    none = True
-    for tensor in [images] if isinstance(images, Tensor) else images:
-        if not isinstance(tensor, Tensor) or tensor.ndim != 4 or not tensor.is_floating_point():
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RetrofitError(f"images must be preprocessed floating-point tensors [B, 3, H, W], not {shape}")
-        if not torch.isfinite(tensor).all():
-            raise RetrofitError("images hold values that are not finite (NaN or infinity)")
-        for batch in tensor.split(_BATCH):
-            if len(batch):
-                none = False
-                yield batch.to(device=like.device, dtype=like.dtype)
-    if none:
-        raise RetrofitError("no images were given; a few dozen are needed")

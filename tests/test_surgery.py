@@ -185,12 +185,12 @@ def test_a_replaced_forward_is_refused(images) -> None:
 
 
 def test_a_fault_halfway_leaves_the_model_as_it_was(images, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrofit import surgery
+    from retrofit.calibrate import measure
 
     def broken(*_args):
         raise KeyboardInterrupt("stop")
 
-    monkeypatch.setattr(surgery, "calibrate", broken)
+    monkeypatch.setattr(measure, "calibrate", broken)
     for kind in ("timm", "ViT"):
         refused(MAKERS[kind](), "stop", QKNorm(), images, error=KeyboardInterrupt)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
 import timm
 import torch
+from sharpened import sharpened
 from torch import nn
 from zoo import ZOO
 
 from retrofit import QKNorm, insert_qk_norm, probe, remove_qk_norm
+from retrofit.calibrate import fit as fitting
+from retrofit.errors import ModelError
 from retrofit.models import ATTENTION_CLASSES, Site, sites_of
 from retrofit.models.derive import original
 from retrofit.norms import HeadNorm
@@ -20,6 +24,10 @@ from retrofit.surgery import survey
 each = pytest.mark.parametrize("animal", [pytest.param(a, id=name) for name, a in ZOO.items()])
 rotating = pytest.mark.parametrize("animal", [pytest.param(a, id=n) for n, a in ZOO.items() if "rope" in a.facts])
 native = pytest.mark.parametrize("name", [n for n, a in ZOO.items() if "native" in a.facts])
+
+
+CALIBRATED = [name for name, animal in ZOO.items() if len(animal.inputs()) == 1]
+"""All but those that are called with more than pixels."""
 
 
 class Same(HeadNorm):
@@ -243,6 +251,46 @@ def test_probes_see_every_site_and_no_logit_above_the_bound(animal) -> None:
     assert len(rows) == animal.sites
     for row in rows:
         assert row["logit_absmax"] <= row["logit_bound"] * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibration_keeps_attention_better_than_the_plain_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "STEPS", 4)
+    animal = ZOO[name]
+    model = sharpened(animal.build(), animal.inputs())
+    (like,) = animal.inputs().values()
+    images, held_out = torch.randn(2, 4, *like.shape[1:], generator=torch.Generator().manual_seed(5))
+    state = copy.deepcopy(model.state_dict())
+    done = insert_qk_norm(model, QKNorm(gain="per_head"), images, held_out=held_out)
+    assert len(done.layers) == animal.sites
+    for layer in done.layers:
+        assert math.isfinite(layer.kl)
+        assert layer.kl <= layer.kl_match * (1 + 1e-6) + 1e-7, layer
+        assert layer.kl < layer.kl_ones or layer.kl_ones < 1e-4, layer
+    assert sum(layer.kl for layer in done.layers) < 0.9 * sum(layer.kl_ones for layer in done.layers)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("vit", (2, 3, 48, 48)),  # timm asserts its size
+        ("vit", (2, 4, 3, 32, 32)),
+        ("swin", (2, 4, 32, 32)),
+        ("hf_clip", (2, 1, 32, 32)),
+        ("hf_vjepa2", (2, 3, 32, 32)),
+        ("hf_timesformer", (2, 3, 32, 32)),
+        ("hf_siglip2", (2, 3, 32, 32)),  # is called with patches and more
+    ],
+)
+def test_images_that_the_model_does_not_take_are_refused_before_any_change(name: str, shape: tuple[int, ...]) -> None:
+    model = ZOO[name].build()
+    keys, images = list(model.state_dict()), torch.randn(shape)
+    for init, given in (("match", {"images": images}), ("ones", {"held_out": images})):
+        with pytest.raises(ModelError, match=r"does not run on images of shape \[2, "):
+            insert_qk_norm(model, QKNorm(), init=init, **given)
+        assert list(model.state_dict()) == keys
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @each

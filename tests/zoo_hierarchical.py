@@ -193,10 +193,11 @@ HIERARCHICAL: dict[str, Animal] = {
         "tiny_vit.TinyVit",
         "tiny_vit_5m_224",
         3,
+        64,
         embed_dims=(16, 32, 32, 64),
         depths=(1, 1, 1, 1),
         num_heads=(1, 2, 2, 4),
-        window_sizes=(4, 4, 4, 4),
+        window_sizes=(4, 4, 4, 2),
     ),
     "tnt": _sized(
         "tnt_s_patch16_224",

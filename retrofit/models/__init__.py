@@ -22,6 +22,7 @@ __all__ = [
     "family_of",
     "left_out",
     "own_random_state",
+    "owner_of",
     "sites_of",
     "unwrapped",
 ]
@@ -46,12 +47,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def owner_of(model: nn.Module) -> Family | None:
+    """The family that serves a model; None for one of neither library, which may contain their attention."""
+    return next((family for family in FAMILIES if family.owns(model)), None)
+
+
 def family_of(model: nn.Module) -> Family:
     """The family that serves a model. Raises ModelError for a model of neither library."""
-    for family in FAMILIES:
-        if family.owns(model):
-            return family
-    raise ModelError(f"{type(model).__name__} is neither a timm nor a transformers model")
+    family = owner_of(model)
+    if family is None:
+        raise ModelError(f"{type(model).__name__} is neither a timm nor a transformers model")
+    return family
 
 
 def family_named(library: str) -> Family:

@@ -127,7 +127,8 @@ class TransformersFamily(Family):
             return cls(AutoConfig.for_model(**config["config"]))
 
     def forward(self, model: Any, images: Tensor) -> Any:
-        return model(pixel_values=images, **self.call(model, images))
+        name = "pixel_values_videos" if model.main_input_name == "pixel_values_videos" else "pixel_values"
+        return model(**{name: images}, **self.call(model, images))
 
     def call(self, model: Any, images: Tensor) -> dict[str, Any]:
         # ViT and its kin resample position embeddings only when asked to; DINOv2 does by itself.

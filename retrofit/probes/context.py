@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from retrofit.errors import ModelError
-from retrofit.models import FAMILIES, Site, left_out, sites_of
+from retrofit.models import Site, left_out, owner_of, sites_of
 from retrofit.probes.attention import AttentionStats, Sample
 from retrofit.tap import Reading, tapped
 
@@ -64,7 +64,8 @@ def probe(
         raise ModelError(f"{type(model).__name__} has no attention that retrofit can read: {why}")
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
         raise ModelError("a compiled model hides its attention; probe the model that was given to torch.compile")
-    prefix = next((f.prefix_tokens(model) for f in FAMILIES if f.owns(model)), 0)
+    family = owner_of(model)
+    prefix = family.prefix_tokens(model) if family else 0
     seen = Probe(sites, Sample(images, heads, rows), prefix)
     with tapped(sites, seen.read):
         yield seen

@@ -1,10 +1,10 @@
 """How near to the original each family's attention stays when QK-Norm goes in: a line a family, on made weights.
 
-    python tests/benchmarks/families.py [NAME ...]      names of tests/zoo.py; all that take images by default
+    python tests/benchmarks/families.py [NAME ...]      names of tests/zoo.py; by default all that take images or videos
 
-Each small model of the zoo has its q and k scaled up until the largest logit of its middle layer is about 10, as in
-pretrained models. Calibrated on 16 images of noise. KL is that of the original's attention from the normed one, mean
-over layers, in nats; the cosine is that of the model's outputs on 16 other images.
+Each small model of the zoo has its q and k, and nothing else, scaled until each layer's largest logit is about 10,
+as in pretrained models. Calibrated on 16 images of noise. KL is that of the original's attention from the
+normed one, mean over layers, in nats; the cosine is that of the model's outputs on 16 other images.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from sharpened import sharpened
 from zoo import ZOO
 
-from retrofit import QKNorm, insert_qk_norm, probe
-from retrofit.models import sites_of
+from retrofit import QKNorm, insert_qk_norm
 
-_WANTED = 10.0
 _SPEC = QKNorm.preset("qwen3", gain="per_head")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     shapes = {name: [getattr(x, "ndim", 0) for x in animal.inputs().values()] for name, animal in ZOO.items()}
-    takes = [name for name, dimensions in shapes.items() if dimensions == [4]]
+    takes = [name for name, dimensions in shapes.items() if dimensions in ([4], [5])]
     print(f"{'family':22} sites  |logit|  KL ones  KL match  KL fit  cosine ones  cosine fit")
     for name in sys.argv[1:] or takes:
         print(f"{name:22} " + row(name), flush=True)
@@ -62,20 +61,6 @@ def row(name: str) -> str:
         f"{len(layers):5d}  {largest:7.1f}  {kl[0]:7.4f}  {kl[1]:8.4f}  {kl[2]:6.4f}  "
         f"{cosines['ones']:11.4f}  {cosines['fit']:10.4f}"
     )
-
-
-def sharpened(model: Any, inputs: dict[str, Any]) -> Any:
-    for _ in range(12):
-        with probe(model) as seen, torch.no_grad(), torch.random.fork_rng():
-            model(**inputs)
-        now = statistics.median(layer["logit_absmax"] for layer in seen.rows())
-        if now >= _WANTED / 2:
-            break
-        with torch.no_grad():
-            for site in sites_of(model)[0]:
-                for weight in site.projections:
-                    weight *= min(2.0, (_WANTED / max(now, 1e-6)) ** 0.5)
-    return model
 
 
 if __name__ == "__main__":
