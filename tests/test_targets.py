@@ -25,7 +25,6 @@ from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.export import proof, verify
 from retrofit.export.folder import write_export
 from retrofit.export.modeling import modeling_source
-from retrofit.export.proof import reloaded
 from retrofit.export.to_hf import image_processor, in_transformers
 from retrofit.export.to_timm import native_settings, native_timm
 from retrofit.models.preprocess import Preprocess
@@ -57,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_every_loader_gives_the_same_or_refuses(folders: dict[str, Path]) -> None:
-    rows = exports.table(list(folders.values()), reloaded(list(folders.values()), exports.LOADERS))
+    rows = exports.table(list(folders.values()), processes=[exports.LOADERS])
     assert [row["folder"] for row in rows if not exports.sound(row)] == []
     by_name = {row["folder"]: row for row in rows}
     for name, loaders in {
@@ -77,8 +76,7 @@ def test_the_table_over_more_architectures(to: str, tmp_path: Path) -> None:
     """One process a loader over all folders."""
     words = ["timm_vit", "timm_eva02", "hf_dinov2", "hf_beit", "hf_siglip"]
     written = exports.write(tmp_path, words, [to], exports.PRESETS)
-    tried = [one for loader in exports.LOADERS for one in reloaded(written, [loader])]
-    rows = exports.table(written, tried)
+    rows = exports.table(written)
     assert len(rows) == 4 * (len([n for n in CLASSIFIERS if any(w in n for w in words)]))
     assert [row["folder"] for row in rows if not exports.sound(row)] == []
 
@@ -417,8 +415,53 @@ def test_what_was_written_verifies(folders: dict[str, Path], name: str) -> None:
     assert "files are those that were written" in found.findings[0]
 
 
+EVIL = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import ViTConfig as C, ViTForImageClassification as M
+"""
+LEADING: dict[str, tuple[str, str, Callable[[Path], dict[str, Any]]]] = {
+    "a folder that stock loaders refuse": ("timm_vit-qwen3-timm", "evil.py", lambda _: {"auto_map": _classes("evil")}),
+    "a folder below": (HF, "below/evil.py", lambda _: {"auto_map": _classes("below/evil")}),
+    "a folder elsewhere": (HF, "../evil/evil.py", lambda f: {"auto_map": _classes(f"{f.parent / 'evil'}--evil")}),
+    "beside a graph": (ONNX, "../evil/evil.py", lambda f: {"auto_map": _classes(f"{f.parent / 'evil'}--evil")}),
+    "another config": (HF, "other/evil.py", lambda _: {"configuration_files": ["config.4.0.0.json"]}),
+}
+
+
+def _classes(module: str) -> dict[str, str]:
+    return {"AutoConfig": f"{module}.C", "AutoModel": f"{module}.M", "AutoModelForImageClassification": f"{module}.M"}
+
+
+@pytest.mark.parametrize("case", LEADING)
+def test_verify_runs_no_code_wherever_it_is_led(folders: dict[str, Path], case: str, tmp_path: Path) -> None:
+    """A seal is no secret: whoever hands out a folder can make it."""
+    name, where, change = LEADING[case]
+    copy = Path(shutil.copytree(folders[name], tmp_path / "copy"))
+    (copy / where).parent.mkdir(exist_ok=True)
+    (copy / where).write_text(EVIL.format(ran=str(tmp_path / "ran")))
+    config = copy / "config.json"
+    told = json.loads(config.read_text()) if config.is_file() else {}
+    config.write_text(json.dumps(told | {"model_type": told.get("model_type", "evil")} | change(copy)))
+    sealed(copy)
+    found = verify(copy)
+    assert not found.ok
+    assert "does not name" in found.findings[0]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_process_that_loads_ends_before_it_runs_other_code(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whichever way of a configuration led to it."""
+    copy = Path(shutil.copytree(folders[HF], tmp_path / "copy"))
+    in_code(copy)
+    (path,) = copy.glob("*.py")
+    with pytest.raises(CheckpointError, match=f"{path.name} is not code that retrofit writes, and is not run"):
+        proof.reloaded([copy], ["transformers_trusting"], [modeling_source(CLASSIFIERS["hf_vit"]())])
+    assert not (copy / "ran").exists()
+
+
 def test_what_a_loader_must_refuse_and_takes_is_no_proof(folders: dict[str, Path], monkeypatch: Any) -> None:
-    def taken(_: Any, loaders: list[str]) -> list[dict[str, Any]]:
+    def taken(_: Any, loaders: list[str], code: Any) -> list[dict[str, Any]]:
         good = {"difference": 0.0, "labels": ["ant", "bee"], "norms": 2, "folder": "there"}
         return [{"loader": loader, **good} for loader in loaders]
 

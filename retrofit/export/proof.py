@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +115,28 @@ def prove_in_fresh_process(folder: Path) -> Proof:
     return Proof(done.returncode == 0, findings)
 
 
-def reloaded(folders: Sequence[Path], loaders: Sequence[str]) -> list[dict[str, Any]]:
+def reloaded(folders: Sequence[Path], loaders: Sequence[str], code: Collection[str]) -> list[dict[str, Any]]:
     """What each loader makes of each folder, by one new process: `refused` with the reason, or `difference` from the
     fixture's outputs, `labels` and `norms`.
 
+    Args:
+        code: the text of every modeling file that may run. Where a loader would run another, the process ends.
+
     Raises CheckpointError where the process itself fails.
     """
-    code = (Path(__file__).parent / "reload.py").read_text(encoding="utf-8")
+    script = (Path(__file__).parent / "reload.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
-        job = {"folders": [str(f.resolve()) for f in folders], "loaders": list(loaders), "out": scratch}
+        job: dict[str, Any] = {"folders": [str(f.resolve()) for f in folders], "loaders": list(loaders)}
+        job["out"] = str(Path(scratch).resolve())
+        job["code"] = [sha256(text.encode()).hexdigest() for text in code]
         done = subprocess.run(
-            [sys.executable, "-c", code, json.dumps(job)],
+            [sys.executable, "-c", script, json.dumps(job)],
             capture_output=True,
             text=True,
             check=False,
             cwd=scratch,
             stdin=subprocess.DEVNULL,  # transformers would ask whether it may run code
-            env={**os.environ, "HF_MODULES_CACHE": scratch, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_MODULES_CACHE": job["out"], "HF_HUB_OFFLINE": "1"},
         )
         if done.returncode != 0:
             raise CheckpointError(f"the process that loads it ended with {' '.join(done.stderr.split())[-300:]}")
@@ -157,7 +163,7 @@ def _by_retrofit(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     findings = [_norms(placed, spec_of(model)), _within(difference, manifest, len(fixture["images"]), "")]
     if manifest["target"] == "timm":
         refused = REFUSED["retrofit"]
-        for one in reloaded([folder], refused):
+        for one in reloaded([folder], refused, _known_code(folder, manifest)):
             _check_refused(one)
         findings.append(_refused(refused))
     return findings
@@ -169,13 +175,13 @@ def _by_others(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     spec = None if manifest["qk_norm"] is None else QKNorm(**manifest["qk_norm"])
     same = SAME.get(manifest["loader"]) or (("transformers",) if spec is None else ("transformers_trusting",))
     refused = REFUSED[manifest["loader"]] if spec is not None and manifest["loader"] != "timm" else ()
-    _check_code(folder, manifest)
+    code = _known_code(folder, manifest)
     fixture = safetensors.torch.load_file(folder / FIXTURE)
     images = len(fixture["images"])
     if manifest["loader"] == "transformers" and "tokens" in fixture:
         same = (*same, FEATURES)
     findings = [_norms(len(manifest["sites"]), spec)]
-    for one in reloaded([folder], [*same, *refused]):
+    for one in reloaded([folder], [*same, *refused], code):
         name = one["loader"].replace("_", " ")
         if one["loader"] in refused:
             _check_refused(one)
@@ -201,20 +207,31 @@ def _refused(loaders: Sequence[str]) -> str:
     return f"refused by {', '.join(name.replace('_', ' ') for name in loaders)}, as it should be"
 
 
-def _check_code(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for Python that this version would not write, and where config.json leads elsewhere."""
+def _known_code(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The modeling file's text where the model needs one: the only code in a folder that may run.
+
+    Raises CheckpointError for Python that this version would not write, and where config.json leads elsewhere.
+    """
+    expected: dict[str, str] = {}
+    leads: dict[str, Any] = {"auto_map": None, "configuration_files": None}
+    to = "the library's own classes alone"
+    if manifest["loader"] == "transformers" and manifest["qk_norm"] is not None:
+        model = in_transformers(blank(manifest))
+        wrapped = Wrapped.of(model)
+        expected = {f"{wrapped.module}.py": modeling_source(model)}
+        leads |= {"model_type": wrapped.model_type, "auto_map": wrapped.auto_map}
+        to = f"{wrapped.model_type} and its own classes"
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    if not isinstance(config, dict) or {key: config.get(key) for key in leads} != leads:
+        raise CheckpointError(f"{path} does not name {to}")
     code = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
-    if not code:
-        return
-    model = in_transformers(blank(manifest))
-    wrapped, config = Wrapped.of(model), read_json(folder / "config.json")
-    if config.get("model_type") != wrapped.model_type or config.get("auto_map") != wrapped.auto_map:
-        raise CheckpointError(f"{folder / 'config.json'} does not name {wrapped.model_type} and its own classes")
-    if code != {f"{wrapped.module}.py": modeling_source(model)}:
+    if code != expected:
         raise CheckpointError(
-            f"{', '.join(code)} is not what retrofit writes for this model with the libraries installed here, and is "
-            f"not run (written with {manifest['versions']})"
+            f"{', '.join(sorted(code)) or 'no modeling file'} is not what retrofit writes for this model with the "
+            f"libraries installed here, and is not run (written with {manifest.get('versions')})"
         )
+    return list(expected.values())
 
 
 def _norms(placed: int, spec: QKNorm | None) -> str:

@@ -1,6 +1,7 @@
 """Loads exported folders as their users do, in a process of its own in which this package cannot be imported.
 
-Run as a script, with one argument: a JSON mapping of `folders`, `loaders` and `out`, a folder for what is found.
+Run as a script, with one argument: a JSON mapping of `folders`, `loaders`, `code`, the sha256 of every modeling file
+that may run, and `out`, a folder for what is found.
 Writes there tried.json: for every folder and loader a mapping with `outputs` (a file), `labels` and `norms`, or with
 `refused`, the reason.
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
+from hashlib import sha256
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 sys.modules["retrofit"] = None  # type: ignore[assignment]  # what is proven here is that it is not needed
@@ -119,7 +123,24 @@ def _try(loader: str, folder: Path, out: Path) -> dict[str, Any]:
     return {"loader": loader, "folder": str(folder), "outputs": str(out), "labels": labels, "norms": norms}
 
 
+def _run_only(known: Collection[str], folder: Path) -> None:
+    """Ends the process before code runs that lies in `folder`, where transformers copies what a model brings along.
+
+    Which of the many ways to code a configuration takes does not matter here.
+    """
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event != "exec" or not isinstance(args[0], CodeType):
+            return
+        path = Path(args[0].co_filename)
+        if path.is_relative_to(folder) and (text := path.read_bytes()) and sha256(text).hexdigest() not in known:
+            sys.exit(f"{path.name} is not code that retrofit writes, and is not run")
+
+    sys.addaudithook(watch)
+
+
 def main(job: dict[str, Any]) -> None:
+    _run_only(job["code"], Path(job["out"]))
     pairs = [(loader, Path(folder)) for folder in job["folders"] for loader in job["loaders"]]
     tried = [_try(*pair, Path(job["out"]) / f"{i}.safetensors") for i, pair in enumerate(pairs)]
     Path(job["out"], "tried.json").write_text(json.dumps(tried), encoding="utf-8")  # libraries print to stdout

@@ -12,7 +12,7 @@ import argparse
 import copy
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,11 @@ def retrofitted(build: Callable[[], Any], preset: str) -> Any:
     return model
 
 
-def table(folders: list[Path], tried: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a folder: what each loader makes of it, `None` where it refuses. tried: as `reloaded` returns it."""
+def table(folders: list[Path], processes: Sequence[Sequence[str]] = tuple((x,) for x in LOADERS)) -> list[Any]:
+    """A row a folder: what each loader makes of it, `None` where it refuses. processes: the loaders of each."""
     rows = {folder: {"folder": folder.name, **_facts(folder)} for folder in folders}
-    for one in tried:
+    code = {path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.py")}
+    for one in (one for loaders in processes for one in reloaded(folders, loaders, code)):
         row = rows[Path(one["folder"])]
         row[one["loader"]] = one.get("difference")
         named = "refused" in one or not row["labels"] or one["loader"] == FEATURES or one["labels"] == row["labels"]
@@ -147,7 +148,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         folders = write(Path(root).resolve(), args.words, args.to, args.presets)
-        rows = table(folders, (one for loader in LOADERS for one in reloaded(folders, [loader])))
+        rows = table(folders)
     print("| architecture-preset-target | for | without the norm | " + " | ".join((*LOADERS, "retrofit.load")) + " |")
     print("|---|---|---|" + "---|" * (len(LOADERS) + 1))
     for row in rows:
