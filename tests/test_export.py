@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import timm
 import torch
+import yaml
 from made_run import folder_of, make_run
 from tiny_study import content, write_images
 
@@ -91,7 +93,16 @@ def test_an_export_is_the_model_with_labels_preprocessing_and_proof(run: Path, e
 def test_the_card_says_what_is_known(run: Path, exported: Path) -> None:
     card = (exported / "README.md").read_text()
     result = read_json(run / "retrofit" / "lr0.003-s0" / "result.json")
-    assert card.startswith(f"# {base_of(run)} with QK-Norm\n")
+    front, _, body = card.removeprefix("---\n").partition("---\n\n")
+    assert yaml.safe_load(front) == {
+        "library_name": "retrofit",
+        "pipeline_tag": "image-classification",
+        "tags": ["qk-norm"],
+    }
+    assert body.startswith("# data-checkpoint with QK-Norm\n")  # what a base is called, not where it lay
+    assert str(run.parent) not in body
+    assert "epochs" not in body  # the recipe names steps
+    assert f"timm {timm.__version__}" in body
     assert "arm retrofit, learning rate 0.003, seed 0, fp32, 3 steps" in card
     assert f"- test: accuracy {100 * result['test']['accuracy']:.2f} %" in card
     assert "one run, so that no spread is known from it" in card
@@ -105,7 +116,7 @@ def test_the_baseline_is_exported_as_what_it_is(run: Path, tmp_path: Path) -> No
     findings = export_run(run, tmp_path / "out", arm="baseline")
     assert "no QK-Norm, as written" in findings
     assert read_json(tmp_path / "out" / "retrofit.json")["qk_norm"] is None
-    assert (tmp_path / "out" / "README.md").read_text().startswith(f"# {base_of(run)}, fine-tuned\n")
+    assert "\n# data-checkpoint, fine-tuned\n" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("here")
@@ -405,7 +416,11 @@ def test_the_card_tells_the_spread_over_seeds(averaged: Path, tmp_path: Path) ->
     card = (tmp_path / "out" / "README.md").read_text()
     assert "against the original, fine-tuned alike, 2 pairs" in card
     assert "- recipe: " in card
-    assert ", weights " in card.splitlines()[2]
+    assert ", weights " in next(line for line in card.splitlines() if line.startswith("- base: "))
+    export_run(averaged, tmp_path / "without", ema=False)
+    spread = read_json(tmp_path / "without" / "retrofit.json")["about"]["spread"]
+    one, two = (read_json(averaged / "retrofit" / f"lr0.003-s{s}" / "result.json")["without_ema"] for s in (0, 1))
+    assert spread["mean"] == pytest.approx(50 * (one["test"]["accuracy"] + two["test"]["accuracy"]))
 
 
 def test_no_dtype_but_three(exported: Path, tmp_path: Path) -> None:

@@ -72,12 +72,16 @@ def export_run(
         raise RetrofitError(f"{result['folder']} kept no average of its weights; a recipe asks for one by train.ema")
     if averaged and ema is False:
         weights, result = runfiles.WITHOUT_EMA, {**result, **result["without_ema"]}
+        others = [{**other, **other["without_ema"]} for other in others]
+    told = {k: recipe["train"].get(k) for k in _TOLD}
+    if recipe["train"].get("steps"):  # which stand in the place of epochs
+        told.pop("epochs")
     about = {
         "base": recipe["model"]["source"],
         "base_sha256": manifest.get("weights"),
         "data": recipe["data"]["source"],
         **{k: result[k] for k in ("arm", "lr", "seed", "precision", "steps", "validation", "test")},
-        "recipe": {k: recipe["train"].get(k) for k in _TOLD} | {"batch_size": result["batch_size"]},
+        "recipe": told | {"batch_size": result["batch_size"]},
         "ema": recipe["train"].get("ema") if averaged and ema is not False else None,
         "spread": _spread(others, result["arm"]),
     }
