@@ -11,6 +11,7 @@ from torch import nn
 
 from retrofit.calibrate import LOGIT_LIMIT, SHIFT_RIDGE, Moments
 from retrofit.calibrate.moments import ROOM, match
+from retrofit.errors import ModelError
 from retrofit.models import sites_of
 from retrofit.norms import HeadNorm
 from retrofit.probes import probe
@@ -304,6 +305,24 @@ def test_gains_under_rope_are_the_rms_of_all_keys(images) -> None:
     for (q, k), site in zip(raw, sites_of(model)[0], strict=True):
         for norm, x in zip(site.norms, (q, k), strict=True):
             np.testing.assert_allclose(norm.gain.detach().numpy()[::8], np.sqrt((x**2).mean((1, 2))), rtol=1e-6)
+
+
+@pytest.mark.parametrize("init", ["match", "fit"])
+def test_what_is_not_finite_is_refused_before_any_change(init: str, images) -> None:
+    damaged = sharpen(tiny_timm())
+    with torch.no_grad():
+        sites_of(damaged)[0][1].projections[0][0, 0] = torch.nan
+    narrow = tiny_timm().half()
+    with torch.no_grad():
+        for site in sites_of(narrow)[0]:
+            for weight in site.projections:
+                weight *= 1e6  # fits into float16, what it is multiplied to does not
+    for model, words in ((damaged, "weights are damaged"), (narrow, "float16 is too narrow")):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ModelError, match=words):
+            insert_qk_norm(model, PER_HEAD, images, init)
+        assert list(model.state_dict()) == list(before)
+        assert all(torch.equal(v.nan_to_num(), before[k].nan_to_num()) for k, v in model.state_dict().items())
 
 
 def test_constant_keys_and_dead_heads_stay_finite(images) -> None:

@@ -176,6 +176,7 @@ def test_an_unknown_key_lists_the_keys_that_are_there() -> None:
         ({"train": {"lr": 0}}, "train.lr.0: "),
         ({"train": {"lr": float("nan")}}, "train.lr.0: "),
         ({"train": {"lr": float("inf")}}, "train.lr.0: "),
+        ({"train": {"lr": 1e300}}, "train.lr.0: "),
         ({"train": {"seeds": [-1]}}, "train.seeds.0: "),
         ({"train": {"clip_grad": 0}}, "train.clip_grad: "),
         ({"train": {"warmup": 1.5}}, "train.warmup: "),

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from retrofit.errors import ModelError
 from retrofit.models import Site
 from retrofit.norms import HeadNorm
 from retrofit.probes import AttentionStats
@@ -80,6 +81,11 @@ class Moments:
         self.k_second = averaged(self.k_second, k.transpose(1, 2) @ k)
         self.k_third = averaged(self.k_third, (k * square).sum(1))
         self.k_fourth = averaged(self.k_fourth, square.square().sum((1, 2)))
+        if not bool((self.q_square + self.k_fourth).isfinite().all()):
+            raise ModelError(
+                f"{self.site.name}: q or k is not finite on these images, so that there is nothing to calibrate by; "
+                f"the weights are damaged, or {reading.q.dtype} is too narrow for them"
+            )
 
     def _grouped(self, x: Tensor) -> Tensor:
         """[B, H, N, D] as [G, B*N, E] in float64, as the norm will see it before it divides by the length."""

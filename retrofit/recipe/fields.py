@@ -61,7 +61,7 @@ def _as_qk_norm(value: Any) -> Any:
     return value
 
 
-Lr = Annotated[float, Field(gt=0, lt=float("inf"))]
+Lr = Annotated[float, Field(gt=0, le=1e30)]
 Lrs = Annotated[tuple[Lr, ...], BeforeValidator(_as_list)]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], BeforeValidator(_as_list)]
 Precisions = Annotated[tuple[Precision, ...], BeforeValidator(_as_list)]
