@@ -15,7 +15,8 @@ class Animal:
     sites: int
     inputs: Callable[[], dict[str, Any]]
     facts: frozenset[str] = field(default_factory=frozenset)
-    """rope: a rotation follows the norm; pool: an attention pool is left alone; native: timm's qk_norm=True fits."""
+    """rope: a rotation follows the norm; pool: an attention pool is left alone; native: timm's qk_norm=True fits;
+    unpicklable: transformers' backbones hold functions that cannot be pickled, norms or not."""
 
     output: Callable[[Any], Any] = lambda result: result if hasattr(result, "backward") else result[0]
     """The tensor of what the model returns that all sites have a part in; the first."""

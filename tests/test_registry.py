@@ -63,6 +63,8 @@ def test_transformers_sweep() -> None:
         " ijepa aimv2_vision_model videomae eomt yolos dpt swin segformer hiera pvt pvt_v2 vitdet mobilevit cvt levit"
     )
     wanted += " timesformer sam_vision_model internvl_vision vjepa2 eomt_dinov3 glpn donut-swin"
+    wanted += " chinese_clip_vision_model idefics3_vision smolvlm_vision lw_detr_vit rf_detr_dinov2 maskformer-swin"
+    wanted += " vitpose_backbone tipsv2_vision_model"
     assert set(wanted.split()) <= supported
     assert len(supported) >= 50
 

@@ -299,8 +299,9 @@ def test_survives_deepcopy_and_pickle(animal) -> None:
     insert_qk_norm(model, QKNorm(gain="per_head"), init="ones")
     expected = run(animal, model)
     twin = copy.deepcopy(model)
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(run(animal, again), expected)
+    if "unpicklable" not in animal.facts:
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(run(animal, again), expected)
     for site in sites(twin):
         site.norms[0].weight.data.fill_(3.0)
     assert torch.equal(run(animal, model), expected)  # the copy has norms of its own
@@ -317,8 +318,7 @@ def test_works_in_half_precision_and_on_meta(animal) -> None:
         k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in animal.inputs().items()
     }
     with torch.random.fork_rng(), torch.no_grad():
-        result = model(**inputs)
-    result = result if torch.is_tensor(result) else result[0]
+        result = animal.output(model(**inputs))
     assert torch.isfinite(result).all()
     late = animal.build().bfloat16()
     insert_qk_norm(late, QKNorm(), init="ones")

@@ -6,6 +6,7 @@ Those whose attention is pooled, windowed or beside convolutions stand in zoo_hi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from animal import SMALL, Animal, hf_model, images, timm_model
@@ -23,6 +24,10 @@ def _siglip2_inputs() -> dict[str, Any]:
 
 def _pixtral_inputs() -> dict[str, Any]:
     return {**images(name="pixel_values")(), "image_sizes": [(32, 32), (32, 32)]}
+
+
+def _last_map(result: Any) -> Any:
+    return result.feature_maps[-1]
 
 
 _RATIO = {"drop": ("intermediate_size",), "mlp_ratio": 2}
@@ -63,9 +68,28 @@ FLAT: dict[str, Animal] = {
         tubelet_size=[2, 8, 8],
         drop=("patch_size",),
     ),
+    "hf_rf_detr_dinov2": replace(
+        hf_model("RfDetrDinov2Backbone", "RfDetrDinov2Config", "unpicklable", num_windows=2, **_RATIO), output=_last_map
+    ),
+    "hf_lw_detr_vit": replace(
+        hf_model(
+            "LwDetrViTBackbone",
+            "LwDetrViTConfig",
+            "unpicklable",
+            num_windows=4,
+            pretrain_image_size=32,
+            window_block_indices=[0],
+            **_RATIO,
+        ),
+        output=_last_map,
+    ),
+    "hf_tipsv2": hf_model("Tipsv2VisionModel", "Tipsv2VisionConfig", **_RATIO),
     "hf_clip": hf_model("CLIPVisionModel", "CLIPVisionConfig"),
     "hf_metaclip_2": hf_model("MetaClip2VisionModel", "MetaClip2VisionConfig"),
     "hf_siglip": hf_model("SiglipVisionModel", "SiglipVisionConfig"),
+    "hf_chinese_clip": hf_model("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig"),
+    "hf_idefics3": hf_model("Idefics3VisionTransformer", "Idefics3VisionConfig"),
+    "hf_smolvlm": hf_model("SmolVLMVisionTransformer", "SmolVLMVisionConfig"),
     "hf_siglip2": hf_model(
         "Siglip2VisionModel", "Siglip2VisionConfig", inputs=_siglip2_inputs, num_patches=16, drop=("image_size",)
     ),
@@ -75,6 +99,12 @@ FLAT: dict[str, Animal] = {
     ),
     "hf_yolos": hf_model("YolosModel", "YolosConfig", num_detection_tokens=3, image_size=[32, 32]),
     "hf_dpt": hf_model("DPTModel", "DPTConfig"),
+    "hf_vitpose": replace(
+        hf_model(
+            "VitPoseBackbone", "VitPoseBackboneConfig", "unpicklable", image_size=[32, 32], patch_size=[8, 8], **_RATIO
+        ),
+        output=_last_map,
+    ),
     "hf_videomae": hf_model(
         "VideoMAEModel", "VideoMAEConfig", inputs=images(name="pixel_values", frames=4), num_frames=4, tubelet_size=2
     ),

@@ -308,6 +308,7 @@ HIERARCHICAL: dict[str, Animal] = {
     "attention_2d": _alone("_efficientnet_blocks.MobileAttention", 32, num_heads=4, layer_scale_init_value=1.0),
     "hf_swin": _hf("SwinForImageClassification", "SwinConfig", 4, 32, **_WINDOWS),
     "hf_donut_swin": _hf("DonutSwinForImageClassification", "DonutSwinConfig", 4, 32, **_WINDOWS),
+    "hf_maskformer_swin": _hf("MaskFormerSwinModel", "MaskFormerSwinConfig", 4, 32, drop_path_rate=0.0, **_WINDOWS),
     "hf_segformer": _hf("SegformerForImageClassification", "SegformerConfig", 3, sr_ratios=[4, 1], **_STAGES),
     "hf_hiera": _hf(
         "HieraForImageClassification",

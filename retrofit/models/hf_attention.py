@@ -83,14 +83,21 @@ _FLAT = (
     _vit("ijepa.modeling_ijepa.IJepaAttention"),
     _vit("pixio.modeling_pixio.PixioAttention"),
     _vit("vivit.modeling_vivit.VivitAttention"),
+    _vit("rf_detr.modeling_rf_detr.RfDetrDinov2Attention"),
+    _vit("lw_detr.modeling_lw_detr.LwDetrViTAttention"),
+    _vit("tipsv2.modeling_tipsv2.Tipsv2VisionAttention"),
     _clip("clip.modeling_clip.CLIPAttention"),
     _clip("metaclip_2.modeling_metaclip_2.MetaClip2Attention"),
+    _clip("chinese_clip.modeling_chinese_clip.ChineseCLIPVisionAttention"),
     _siglip("siglip.modeling_siglip.SiglipAttention"),
     _siglip("siglip2.modeling_siglip2.Siglip2Attention"),
     _siglip("aimv2.modeling_aimv2.Aimv2Attention"),
     _siglip("eomt.modeling_eomt.EomtAttention"),
+    _siglip("idefics3.modeling_idefics3.Idefics3VisionAttention"),
+    _siglip("smolvlm.modeling_smolvlm.SmolVLMVisionAttention"),
     _yolos("yolos.modeling_yolos.YolosSelfAttention"),
     _yolos("dpt.modeling_dpt.DPTSelfAttention"),
+    _yolos("vitpose_backbone.modeling_vitpose_backbone.VitPoseBackboneSelfAttention"),
     _yolos(
         "videomae.modeling_videomae.VideoMAESelfAttention",
         made="queries = self.query(hidden_states).view(",
@@ -114,6 +121,7 @@ _HIERARCHICAL = (
     _data2vec("glpn.modeling_glpn.GLPNEfficientSelfAttention"),
     _data2vec("mobilevit.modeling_mobilevit.MobileViTSelfAttention"),
     _data2vec("donut.modeling_donut_swin.DonutSwinSelfAttention", masked=-50.0),
+    _data2vec("maskformer.modeling_maskformer_swin.MaskFormerSwinSelfAttention", masked=-50.0),
     AttentionClass(
         "transformers.models.vitdet.modeling_vitdet.VitDetAttention",
         head_dim=None,
@@ -148,8 +156,14 @@ _HIERARCHICAL = (
 )
 ATTENTION = (*_FLAT, *_HIERARCHICAL)
 
+_COSINE = "cosine attention already, which bounds it"
+_LINEAR = "linear attention: it has no softmax over q.k"
+
 OTHERS = {
-    "transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention": "cosine attention already, which bounds it",
+    "transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention": _COSINE,
+    "transformers.models.swin2sr.modeling_swin2sr.Swin2SRSelfAttention": _COSINE,
+    "transformers.models.mobilevitv2.modeling_mobilevitv2.MobileViTV2LinearSelfAttention": _LINEAR,
+    "transformers.models.swiftformer.modeling_swiftformer.SwiftFormerEfficientAdditiveAttention": _LINEAR,
     "torch.nn.modules.activation.MultiheadAttention": "attention in torch's packed form, as pooling heads have it",
 }
 """Attention that takes no norm, by class, and why."""
