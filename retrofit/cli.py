@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from retrofit import arguments
-from retrofit.errors import CheckpointError, Interrupted, RetrofitError
+from retrofit.errors import CheckpointError, Interrupted, ModelError, RetrofitError
 from retrofit.qknorm import QKNorm
 from retrofit.runfiles import dumps, locked, read_json
 
@@ -106,11 +106,13 @@ def _probe(args: argparse.Namespace) -> int:
             family.forward(model, pixels)
     spec = QKNorm.preset("qwen3", gain="per_head")
     found = survey(model, spec)
-    bounds = []
-    if found.refusal is None:
-        bounds = [
-            layer.logit_bound for layer in insert_qk_norm(copy.deepcopy(model), spec, batches(), init="match").layers
-        ]
+    bounds, refusal = [], found.refusal
+    if refusal is None:
+        try:
+            placed = insert_qk_norm(copy.deepcopy(model), spec, batches(), init="match")
+            bounds = [layer.logit_bound for layer in placed.layers]
+        except ModelError as error:  # a model that has diverged can still be looked at
+            refusal = str(error)
     document = {
         "model": args.model,
         "data": args.data,
@@ -121,7 +123,7 @@ def _probe(args: argparse.Namespace) -> int:
             "sites": len(found.sites),
             "skipped": found.skipped,
             "left_out": left_out(found.skipped),
-            "refusal": found.refusal,
+            "refusal": refusal,
             "largest_bound": max((b for b in bounds if b is not None), default=None),
         },
     }

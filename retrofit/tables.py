@@ -48,6 +48,8 @@ def print_probe(document: Mapping[str, Any]) -> None:
 
 def flags(row: Mapping[str, Any]) -> str:
     """What is out of the ordinary in a layer, in a word or two."""
+    if not math.isfinite(row["logit_absmax"]):
+        return "not finite"
     words = [word for band, word in ((FAIL, "fail"), (WARN, "warn"), (WATCH, "watch")) if row["logit_absmax"] > band][
         :1
     ]
@@ -69,17 +71,16 @@ def print_models(entries: Sequence[Entry]) -> None:
 
 def reading(document: Mapping[str, Any]) -> list[str]:
     """What the figures of a probe say, against published bands; no more than they carry."""
-    layers = document["layers"]
-    worst = max(layers, key=lambda row: row["logit_absmax"])
-    largest = worst["logit_absmax"]
-    bands = [
-        (FAIL, "every published run above 10,000 diverged (Wortsman et al. 2023); ViT-22B saw over 50,000"),
-        (WARN, "loss suffers from about 1,000 on (Wortsman et al. 2023)"),
-        (WATCH, "Kimi K2 caps logits at 100; watch whether it grows in training"),
-        (0.0, "no published trouble starts there; what counts is whether it grows in training"),
-    ]
-    words = next(text for band, text in bands if largest >= band)
-    lines = [f"Largest |logit|: {largest:.4g} in {worst['site']}: {words}."]
+    layers = [row for row in document["layers"] if math.isfinite(row["logit_absmax"])]
+    lost = [row["site"] for row in document["layers"] if row not in layers]
+    lines = []
+    if lost:
+        lines += [
+            f"In {len(lost)} of {len(document['layers'])} layers logits are not finite (first: {lost[0]}): the model "
+            "has diverged, its weights are damaged, or its dtype is too narrow for them."
+        ]
+    if layers:
+        lines += [_largest(layers)]
     common = [row["site"] for row in layers if row["key_common_share"] > 0.5]
     if common:
         lines += [
@@ -102,6 +103,20 @@ def reading(document: Mapping[str, Any]) -> list[str]:
         ]
         lines += [f"Left out: {norm['left_out']}."] if norm["left_out"] else []
     return lines
+
+
+def _largest(layers: Sequence[Mapping[str, Any]]) -> str:
+    """The largest logit of all layers, and in which published band it lies."""
+    worst = max(layers, key=lambda row: row["logit_absmax"])
+    largest = worst["logit_absmax"]
+    bands = [
+        (FAIL, "every published run above 10,000 diverged (Wortsman et al. 2023); ViT-22B saw over 50,000"),
+        (WARN, "loss suffers from about 1,000 on (Wortsman et al. 2023)"),
+        (WATCH, "Kimi K2 caps logits at 100; watch whether it grows in training"),
+        (0.0, "no published trouble starts there; what counts is whether it grows in training"),
+    ]
+    words = next(text for band, text in bands if largest >= band)
+    return f"Largest |logit|: {largest:.4g} in {worst['site']}: {words}."
 
 
 def print_calibration(layers: Sequence[LayerCalibration]) -> None:

@@ -53,6 +53,16 @@ def test_the_largest_logit_of_all_layers_is_read_against_published_bands(largest
     assert [flags(row) for row in shown["layers"]] == ["", flag, ""]
 
 
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_model_that_has_diverged_is_said_to(lost: float) -> None:
+    shown = document(3.0, lost, 7.0)
+    first, second, *_ = reading(shown)
+    assert first.startswith("In 1 of 3 layers logits are not finite (first: blocks.1.attn): the model has diverged")
+    assert second.startswith("Largest |logit|: 7 in blocks.2.attn")
+    assert [flags(row) for row in shown["layers"]] == ["", "not finite", ""]
+    assert not any(line.startswith("Largest") for line in reading(document(lost, lost)))
+
+
 def test_low_entropy_is_not_called_a_fault() -> None:
     shown = document(3.0, 4.0)
     assert not any("entropy" in line for line in reading(shown))
