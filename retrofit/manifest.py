@@ -17,7 +17,7 @@ from retrofit.checkpoint import fingerprint, versions
 from retrofit.data import Splits
 from retrofit.errors import RecipeError
 from retrofit.recipe import Recipe, plain
-from retrofit.runfiles import locked, read_json, table, write_json
+from retrofit.runfiles import items, locked, read_json, table, write_json
 
 _FREE = {"train.workers", "train.lockstep", "train.checkpoint_every", "train.trackers"}
 """Keys of a recipe that no result depends on."""
@@ -67,7 +67,7 @@ def write_manifest(run_dir: Path, recipe: Recipe, contents: Mapping[str, Any], c
             "version": earlier.get("version", now["retrofit"]),
             "created": earlier.get("created", when),
             "command": earlier.get("command", command),
-            "continued": [*earlier.get("continued", []), *([later] if earlier else [])],
+            "continued": [*items(earlier.get("continued")), *([later] if earlier else [])],
             "recipe": plain(recipe),
             "plan": recipe.plan(),
             "unmatched": {name: arm.train for name, arm in recipe.arms.items() if arm.train},

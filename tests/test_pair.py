@@ -402,6 +402,16 @@ def test_a_run_that_diverged_matches_as_far_as_it_went(tmp_path: Path, ended: in
             check_matched(tmp_path, arms_of(tmp_path, baseline=("abcd", None), retrofit=(wrong, ended)))
 
 
+@pytest.mark.parametrize(
+    "result", [None, [], "text", {}, {"steps": "4"}, {"steps": 4, "diverged_at": "x"}, {"steps": -1}]
+)
+def test_a_result_edited_by_hand_is_a_users_mistake(tmp_path: Path, result: Any) -> None:
+    plan = arms_of(tmp_path, baseline=("abcd", None), retrofit=("abc", None))
+    write_json(tmp_path / plan[1].folder / "result.json", result)
+    with pytest.raises(PairMismatch, match=r"retrofit/.* has 3 rows of metrics for . steps; remove it"):
+        check_matched(tmp_path, plan)
+
+
 def test_every_two_arms_are_compared_over_the_steps_that_both_took(tmp_path: Path) -> None:
     """A baseline that broke off early hides no difference between the arms beside it."""
     check_matched(tmp_path, arms_of(tmp_path, baseline=("ab", 1), one=("abcd", None), two=("abcd", None)))

@@ -10,7 +10,7 @@ from typing import Any
 from retrofit import runfiles
 from retrofit.data import Batch
 from retrofit.errors import PairMismatch
-from retrofit.runfiles import RunKey, read_json, read_jsonl
+from retrofit.runfiles import RunKey, count, read_json, read_jsonl, table
 
 RATE = ("lr", "warmup", "schedule", "min_lr", "layer_decay")
 """Keys of `train` that change the learning rate of a step."""
@@ -61,9 +61,9 @@ def check_matched(run_dir: Path, plan: Sequence[RunKey], rates_differ: bool = Fa
 def _given(run_dir: Path, key: RunKey, compared: Sequence[str]) -> list[tuple[Any, ...]]:
     """What a finished run was given at each step. Raises PairMismatch where its metrics are not whole."""
     rows = read_jsonl(run_dir / key.folder / runfiles.METRICS)
-    result = read_json(run_dir / key.folder / runfiles.RESULT)
-    ended = result.get("diverged_at")
-    steps = result.get("steps", 0) if ended is None else min(ended + 1, result.get("steps", 0))
+    result = table(read_json(run_dir / key.folder / runfiles.RESULT))
+    steps, ended = count(result.get("steps")) or 0, count(result.get("diverged_at"))
+    steps = steps if ended is None else min(ended + 1, steps)
     if len(rows) != steps:
         raise PairMismatch(f"{key.folder} has {len(rows)} rows of metrics for {steps} steps; remove it and run again")
     return [tuple(row.get(name) for name in compared) for row in rows]
