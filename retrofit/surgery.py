@@ -187,7 +187,10 @@ class Survey:
 def survey(model: nn.Module, spec: QKNorm | None = None) -> Survey:
     """Which attention modules of a model `spec` (by default the plain formula) would norm, or why it cannot."""
     spec = spec or QKNorm()
-    sites, skipped = sites_of(model)
+    try:
+        sites, skipped = sites_of(model)
+    except ModelError as error:
+        return Survey([], [], str(error))
     if not spec.pools:
         skipped += [Skipped(s.name, "an attention pool; pools=True norms it too") for s in sites if s.kind.pool]
         sites = [s for s in sites if not s.kind.pool]

@@ -7,12 +7,14 @@ import inspect
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import time
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from conftest import MAKERS, fresh_process, outputs_of, tiny_hf, tiny_rope, tiny_timm
 from huggingface_hub import constants
@@ -24,6 +26,7 @@ from retrofit.models import ATTENTION_CLASSES, FAMILIES, derive, evaluating, fam
 from retrofit.models.derive import derived, original
 from retrofit.norms import HeadNorm
 from retrofit.qknorm import QKNorm
+from retrofit.surgery import insert_qk_norm, survey
 
 DERIVED = [
     pytest.param(kind, edit, id=f"{kind.path.rpartition('.')[2]}{edit.place}")
@@ -235,8 +238,6 @@ def test_no_other_name_is_made_up() -> None:
 def test_a_source_that_does_not_fit_is_refused(change: str, monkeypatch: pytest.MonkeyPatch, images) -> None:
     import transformers
 
-    from retrofit.surgery import insert_qk_norm
-
     real = inspect.getsource
 
     def other_version(obj):
@@ -245,16 +246,55 @@ def test_a_source_that_does_not_fit_is_refused(change: str, monkeypatch: pytest.
         return source.replace(line, f"{line}\n{line}" if change == "twice" else line.replace("key_states", "k"))
 
     monkeypatch.setattr(inspect, "getsource", other_version)
-    derive.derived.cache_clear()
+    derive._derived.cache_clear()
     model = tiny_hf()
     modules, keys = list(model.named_modules()), list(model.state_dict())
     try:
         with pytest.raises(ModelError, match=f"ViTAttention of transformers {transformers.__version__}"):
             insert_qk_norm(model, QKNorm(), init="ones")
     finally:
-        derive.derived.cache_clear()
+        derive._derived.cache_clear()
     assert list(model.named_modules()) == modules
     assert list(model.state_dict()) == keys
+
+
+def test_slots_that_the_installed_forward_does_not_call_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms that are created and never applied would pass for a retrofit."""
+    real = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda obj: real(obj).replace("self.q_norm(q)", "q"))
+    derive._slots.cache_clear()
+    model = tiny_timm()
+    try:
+        with pytest.raises(ModelError, match=f"Attention of timm {timm.__version__} .* calls q_norm 0 times"):
+            insert_qk_norm(model, QKNorm(), init="ones")
+    finally:
+        derive._slots.cache_clear()
+    assert not any("_norm." in key for key in model.state_dict())
+
+
+@pytest.mark.parametrize("make", [tiny_timm, tiny_hf])
+def test_a_class_whose_forward_was_replaced_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its globals are another module's; and what was derived before it was replaced must not come back."""
+    before = make()
+    insert_qk_norm(before, QKNorm(), init="ones")
+    model = make()
+    cls = type(sites_of(model)[0][0].module)
+    own = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    with pytest.raises(ModelError, match="its forward has been replaced"):
+        insert_qk_norm(model, QKNorm(), init="ones")
+    assert not any("_norm." in key for key in model.state_dict())
+
+
+@pytest.mark.parametrize(("make", "attribute"), [(tiny_timm, "num_heads"), (tiny_hf, "num_attention_heads")])
+def test_a_class_without_the_attributes_of_its_line_is_refused(make, attribute: str) -> None:
+    model = make()
+    delattr(sites_of(model)[0][0].module, attribute)
+    found = survey(model)
+    assert found.refusal is not None
+    assert re.search(rf"Attention of (timm|transformers) [0-9.]+ .*has no attribute '{attribute}'", found.refusal)
+    with pytest.raises(ModelError, match=attribute):
+        insert_qk_norm(model, QKNorm(), init="ones")
 
 
 # load_model.

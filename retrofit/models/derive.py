@@ -60,16 +60,23 @@ def original(cls: type) -> type:
     return cls.__mro__[1] if cls.__module__ == __name__ and cls.__name__.startswith(_PREFIX) else cls
 
 
-@functools.cache
 def derived(path: str, edit: Edit) -> type:
     """The subclass of the class at `path` with the edit made. Raises ModelError where the installed source differs."""
+    module_name, _, class_name = path.rpartition(".")
+    base: type = getattr(importlib.import_module(module_name), class_name)
+    return _derived(path, edit, tuple(getattr(base, one.method, None) for one in edit.whole))
+
+
+@functools.cache
+def _derived(path: str, edit: Edit, functions: tuple[Any, ...]) -> type:
+    """`functions` are the methods as they stand now, so that one that is replaced later is read anew."""
     module_name, _, class_name = path.rpartition(".")
     module = importlib.import_module(module_name)
     base: type = getattr(module, class_name)
     sources: dict[str, list[str]] = {}
-    for one in edit.whole:
+    for one, function in zip(edit.whole, functions, strict=True):
         if one.method not in sources:
-            sources[one.method] = _source(base, one.method)
+            sources[one.method] = _source(base, one.method, function)
         _make(sources[one.method], one, base)
     name = _name(path, edit)
     namespace: dict[str, Any] = {}
@@ -82,9 +89,42 @@ def derived(path: str, edit: Edit) -> type:
     return type(name, (base,), {**methods, "__module__": __name__, "__qualname__": name})
 
 
-def _source(base: type, method: str) -> list[str]:
-    function = getattr(base, method, None)
-    return [] if function is None else textwrap.dedent(inspect.getsource(inspect.unwrap(function))).splitlines()
+def unexpected(cls: type, what: str) -> ModelError:
+    """That the installed library's class is not the one that its line in the table was written for."""
+    library = cls.__module__.partition(".")[0]
+    version = getattr(sys.modules[library], "__version__", "unknown")
+    return ModelError(
+        f"{cls.__name__} of {library} {version} is not laid out as expected ({what}), so that QK-Norm cannot be put in "
+        f"safely; install another version of {library}"
+    )
+
+
+def check_slots(cls: type) -> None:
+    """Raises ModelError unless the class calls its slots, q_norm and k_norm, once each."""
+    for slot, calls in _slots(cls, cls.forward).items():  # type: ignore[attr-defined]
+        if calls != 1:
+            raise unexpected(cls, f"its forward calls {slot} {calls} times")
+
+
+@functools.cache
+def _slots(cls: type, forward: Any) -> dict[str, int]:
+    source = "\n".join(_source(cls, "forward", forward))
+    return {slot: source.count(f"self.{slot}(") for slot in ("q_norm", "k_norm")}
+
+
+def _source(base: type, method: str, function: Any) -> list[str]:
+    """The lines of a method. Raises ModelError where they do not stand in the class's own module."""
+    if function is None:
+        return []
+    function = inspect.unwrap(function)
+    own = getattr(function, "__globals__", None) is vars(sys.modules[base.__module__])
+    try:
+        source = inspect.getsource(function) if own else None
+    except (OSError, TypeError):
+        source = None
+    if source is None:
+        raise unexpected(base, f"its {method} has been replaced, or its source cannot be read")
+    return textwrap.dedent(source).splitlines()
 
 
 def _make(lines: list[str], edit: Edit, base: type) -> None:
@@ -94,13 +134,7 @@ def _make(lines: list[str], edit: Edit, base: type) -> None:
         stripped = [line.strip() for line in lines]
         at = [i for i, line in enumerate(stripped) if (line == beginning if whole else line.startswith(beginning))]
         if len(at) != 1 or any("super()" in line for line in lines):
-            library = base.__module__.partition(".")[0]
-            version = getattr(sys.modules[library], "__version__", "unknown")
-            raise ModelError(
-                f"{base.__name__} of {library} {version} is not laid out as expected ({beginning!r} stands {len(at)} "
-                f"times in its {edit.method}), so that QK-Norm cannot be put in safely; install another version of "
-                f"{library}"
-            )
+            raise unexpected(base, f"{beginning!r} stands {len(at)} times in its {edit.method}")
         return at[0]
 
     if edit.drop is not None:

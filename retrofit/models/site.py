@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from retrofit.errors import ModelError
-from retrofit.models.derive import Edit, derived, original
+from retrofit.models.derive import Edit, check_slots, derived, original, unexpected
 from retrofit.norms import HeadNorm, Layout
 from retrofit.qknorm import QKNorm
 
@@ -117,6 +117,8 @@ class Site:
         edit = self._edit(spec)
         if edit is not None:
             derived(self.kind.path, edit)
+        else:
+            check_slots(type(self.module))
 
     def place(self, q_norm: HeadNorm, k_norm: HeadNorm) -> None:
         """Puts the norms in; the base model's parameters keep their names."""
@@ -161,6 +163,8 @@ def find_sites(
     Args:
         known: the classes that can take a norm.
         others: attention classes that cannot, by path, each with the reason.
+
+    Raises ModelError where a known class lacks what its line in the table says of it.
     """
     by_path = {kind.path: kind for kind in known}
     modules = dict(model.named_modules())
@@ -170,7 +174,10 @@ def find_sites(
         cls = original(type(module))
         path = f"{cls.__module__}.{cls.__qualname__}"
         if path in by_path:
-            sites.append(_site(name, module, by_path[path], modules))
+            try:
+                sites.append(_site(name, module, by_path[path], modules))
+            except (AttributeError, StopIteration, TypeError) as error:
+                raise unexpected(cls, str(error) or "no layer is known to make its q") from error
         elif path in others:
             skipped.append(Skipped(name, f"{cls.__name__}: {others[path]}"))
         elif cls.__name__.lower().endswith("attention") and _owns_projection(module):
