@@ -21,8 +21,11 @@ from retrofit.qknorm import QKNorm
 from retrofit.runfiles import dumps, locked, read_json
 
 OK, FAULT, MISTAKE, NO = 0, 1, 2, 3
-_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM)
-"""A disk or a quota that is full, and what may not be written."""
+_NOT_WRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+)
+"""A disk or a quota that is full, what may not be written, and a file where a folder should be."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,8 +54,11 @@ def write_overview(
 
     Raises RetrofitError as `write_report` does.
     """
+    places = [Path(run).resolve() for run in run_dirs]
+    if twice := [str(run) for run, place in zip(run_dirs, places, strict=True) if places.count(place) > 1]:
+        raise RetrofitError(f"{' and '.join(twice)} are the same folder; name each once")
     if folder is not None:
-        if folder.resolve() in [Path(run).resolve() for run in run_dirs]:
+        if folder.resolve() in places:
             raise RetrofitError(f"{folder} is one of the run folders, whose own report lies there; name another -o")
         _check_free(folder, force)
     studies = zip(overview.names_of(run_dirs), run_dirs, strict=True)
