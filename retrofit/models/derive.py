@@ -19,6 +19,8 @@ from typing import Any
 from retrofit.errors import ModelError
 
 _PREFIX = "Normed"
+_WRITTEN_FOR = {"timm": "1.0.31", "transformers": "5.24"}
+"""The versions whose source the tables of attention classes were written from."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def unexpected(cls: type, what: str) -> ModelError:
     version = getattr(sys.modules[library], "__version__", "unknown")
     return ModelError(
         f"{cls.__name__} of {library} {version} is not laid out as expected ({what}), so that QK-Norm cannot be put in "
-        f"safely; install another version of {library}"
+        f"safely; it can with {library} {_WRITTEN_FOR[library]}"
     )
 
 
