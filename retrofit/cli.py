@@ -141,7 +141,7 @@ def _probe(args: argparse.Namespace) -> int:
 
 def _apply(args: argparse.Namespace) -> int:
     recipe, arm = _to_apply(args)
-    from retrofit.checkpoint import MANIFEST, load_model
+    from retrofit.checkpoint import MANIFEST, fingerprint, load_model
     from retrofit.data import eval_batches, open_images
     from retrofit.export import export_model
     from retrofit.models import family_of
@@ -152,7 +152,7 @@ def _apply(args: argparse.Namespace) -> int:
     check_free(args.output, MANIFEST, args.force)
     base, data = recipe.model, recipe.data
     model = load_model(base.source, image_size=data.image_size, model_args=base.model_args, pretrained=base.pretrained)
-    preprocess = family_of(model).preprocess(model)
+    preprocess, weights = family_of(model).preprocess(model), fingerprint(model.state_dict())
     images = open_images(data.source, data.calibration_images)
     # Every fourth image is kept out of calibration, to measure insertion shock on.
     held_out = images.subset([i for i in range(len(images)) if i % 4 == 3])
@@ -166,6 +166,7 @@ def _apply(args: argparse.Namespace) -> int:
     )
     about = {
         "base": base.source,
+        "base_sha256": weights,
         "data": data.source,
         "init": arm.init,
         "calibration_images": len(calibration),

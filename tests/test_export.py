@@ -141,6 +141,21 @@ def test_files_of_somebody_else_are_not_overwritten(exported: Path, tmp_path: Pa
     assert verify(out).ok
 
 
+def test_what_is_exported_is_never_replaced(run: Path, exported: Path, tmp_path: Path) -> None:
+    """A graph, or weights in another dtype, in the place of what they were made of could not be turned back."""
+    copy = Path(shutil.copytree(exported, tmp_path / "copy"))
+    (tmp_path / "link").symlink_to(copy)
+    for source, out in (
+        (copy, copy),
+        (copy, tmp_path / "link"),
+        (tmp_path / "link", copy),
+        (run, run / "retrofit" / "lr0.003-s0" / "final"),
+        (run, run / "baseline" / "lr0.003-s0" / "final"),
+    ):
+        with pytest.raises(RetrofitError, match=r"belongs to .*, which is exported; name a folder of its own"):
+            export_run(source, out, force=True)
+
+
 def test_a_folder_in_the_way_is_refused_before_the_model_is_loaded(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from zoo import CLASSIFIERS
 
 from retrofit import QKNorm, insert_qk_norm, load
-from retrofit.checkpoint import file_hash, seal
+from retrofit.checkpoint import MANIFEST, file_hash, seal
 from retrofit.data import eval_batches, open_images
 from retrofit.errors import CheckpointError, RetrofitError
-from retrofit.export import proof, verify
+from retrofit.export import proof, to_hf, verify
 from retrofit.export.folder import write_export
 from retrofit.export.modeling import modeling_source
 from retrofit.export.to_hf import image_processor, in_transformers
@@ -43,6 +43,7 @@ SOME = [
     ("hf_vit", "qwen3", "hf"),
     ("hf_dinov3", "henry2020", "hf"),
     ("hf_clip", "vit22b", "hf"),
+    ("timm_swin", "qwen3", "hf"),
     ("timm_vit", "qwen3", "onnx"),
 ]
 
@@ -127,6 +128,19 @@ for folder in map(Path, sys.argv[2:]):
     lines = [line for line in said.splitlines() if line.endswith("]")]
     assert lines[1] == "hf_vit-qwen3-hf ['ant', 'bee']"
     assert len(lines) == 4
+
+
+def test_a_large_model_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 5 GB; here above 20 kB."""
+    monkeypatch.setattr(to_hf, "_SHARD", "20KB")
+    folder = exports.write_one(tmp_path, "hf_vit", "qwen3", "hf")
+    shards = sorted(p.name for p in folder.glob("model*.safetensors"))
+    assert len(shards) > 2
+    assert (folder / "model.safetensors.index.qknorm.json").is_file()
+    assert {*shards, "model.safetensors.index.qknorm.json"} <= json.loads((folder / MANIFEST).read_text())[
+        "files"
+    ].keys()
+    assert verify(folder).ok
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -320,6 +334,34 @@ def test_an_export_for_others_says_so_to_our_own_loader(folders: dict[str, Path]
         in (folders["timm_vit-vit22b-timm"] / "README.md").read_text()
     )
     assert "onnxruntime" in (folders["timm_vit-qwen3-onnx"] / "README.md").read_text()
+
+
+def test_what_the_cards_say_works(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Their code, line by line, in a process that cannot import this package."""
+    Image.new("L", (40, 30), 120).save(tmp_path / "image.jpg")
+    code = """
+import os, re, sys
+from pathlib import Path
+sys.modules["retrofit"] = None
+import torch
+torch.set_num_threads(1)
+os.chdir(sys.argv[1])
+for folder in sys.argv[2:]:
+    (text,) = re.findall("```python\\n(.*?)```", Path(folder, "README.md").read_text(), re.DOTALL)
+    space = {"images": torch.zeros(3, 3, 32, 32).numpy()}
+    exec(text.replace("this folder", folder).replace("model.onnx", folder + "/model.onnx"), space)
+    print("shape", *space.get("logits", space.get("features")).shape)
+"""
+    chosen = [folders[name] for name in (HF, TIMM, ONNX, "hf_dinov3-henry2020-hf", "timm_swin-qwen3-hf")]
+    said = fresh_process(code, tmp_path, *chosen, HF_MODULES_CACHE=str(tmp_path / "modules")).splitlines()
+    assert [line for line in said if line.startswith("shape")] == [
+        "shape 1 2",
+        "shape 1 5",
+        "shape 3 5",
+        "shape 1 18 32",
+        "shape 1 5",
+    ]
+    assert {line for line in said if line in exports.LABELS}  # which class, by its name
 
 
 # verify

@@ -184,7 +184,7 @@ def _python(imports: list[str], *code: str) -> list[str]:
 
 
 def _output(asked: Mapping[str, Any]) -> str:
-    return "logits" if asked["classifies"] else "tokens"
+    return "logits" if asked["classifies"] else "features"
 
 
 def _shown(value: Any) -> str:

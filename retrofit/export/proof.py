@@ -57,13 +57,13 @@ class Proof:
 
 
 def write_fixture(model: nn.Module, images: Tensor, folder: Path) -> dict[str, Any]:
-    """Images [B, 3, H, W] and the model's outputs and final tokens on them; returns how the model was asked."""
+    """Images [B, 3, H, W] and the model's outputs and features on them; returns how the model was asked."""
     family = family_of(model)
     with evaluating(model):
         expected = _said(model, images)
-        tokens = family.tokens(model, images.to(_like(model)))
+        features = family.features(model, images.to(_like(model)))
     tensors = {"images": images.contiguous(), "outputs": expected.contiguous()}
-    tensors |= {} if tokens is None else {"tokens": tokens.float().cpu().contiguous()}
+    tensors |= {} if features is None else {"features": features.float().cpu().contiguous()}
     safetensors.torch.save_file(tensors, folder / FIXTURE, metadata={"format": "pt"})
     return {
         "classifies": family.head(model) is not None,
@@ -145,9 +145,9 @@ def reloaded(folders: Sequence[Path], loaders: Sequence[str], code: Collection[s
             if "outputs" in one:
                 said = safetensors.torch.load_file(one.pop("outputs"))["outputs"]
                 fixture = safetensors.torch.load_file(Path(one["folder"]) / FIXTURE)
-                expected = fixture.get("tokens" if one["loader"] == FEATURES else "outputs")
-                if expected is None:  # Swin's features are no tokens [B, N, C]
-                    one["refused"] = "the fixture holds no tokens to compare with"
+                expected = fixture.get("features" if one["loader"] == FEATURES else "outputs")
+                if expected is None:
+                    one["refused"] = "the fixture holds no features to compare with"
                 else:
                     one["difference"] = _difference(said, expected)
     return tried
@@ -178,7 +178,7 @@ def _by_others(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     code = _known_code(folder, manifest)
     fixture = safetensors.torch.load_file(folder / FIXTURE)
     images = len(fixture["images"])
-    if manifest["loader"] == "transformers" and "tokens" in fixture:
+    if manifest["loader"] == "transformers" and "features" in fixture:
         same = (*same, FEATURES)
     findings = [_norms(len(manifest["sites"]), spec)]
     for one in reloaded([folder], [*same, *refused], code):
@@ -248,13 +248,13 @@ def _within(difference: float, manifest: Mapping[str, Any], images: int, where: 
 
 
 def _said(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits, or the final tokens of a model without a head, in float32."""
+    """Logits, or the features of a model without a head, in float32."""
     family = family_of(model)
     batch = images.to(_like(model))
     out = family.logits(model, batch)
-    out = family.tokens(model, batch) if out is None else out
+    out = family.features(model, batch) if out is None else out
     if out is None:
-        raise CheckpointError(f"{type(model).__name__} gives neither logits nor tokens to prove it by")
+        raise CheckpointError(f"{type(model).__name__} gives neither logits nor features to prove it by")
     return out.float().cpu()
 
 

@@ -56,7 +56,7 @@ def transformers_trusting(folder: Path, facts: dict[str, Any], images: torch.Ten
 
 
 def transformers_features(folder: Path, facts: dict[str, Any], images: torch.Tensor) -> Loaded:
-    """The model without its head, for its tokens."""
+    """The model without its head."""
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(folder, trust_remote_code=True)

@@ -56,6 +56,7 @@ def export_run(
         "force": force,
     }
     if (run_dir / MANIFEST).is_file():
+        _check_apart(folder, run_dir, [run_dir])
         if (arm, seed, lr, ema) != (None, None, None, None):
             raise RetrofitError(f"{run_dir} holds one model; arm, seed, lr and ema choose in a run folder")
         about = read_manifest(run_dir).get("about", {})
@@ -65,6 +66,7 @@ def export_run(
         return export_model(model, folder, about=about, **options)
     result, others = _choose(run_dir, arm, seed, lr)
     manifest = read_json(run_dir / runfiles.MANIFEST)
+    _check_apart(folder, run_dir, [run_dir / k["folder"] / w for k in manifest["plan"] for w in _WEIGHTS])
     recipe = manifest["recipe"]
     weights = runfiles.FINAL
     averaged = result.get("without_ema") is not None
@@ -92,8 +94,15 @@ def export_run(
     return export_model(load(run_dir / result["folder"] / weights), folder, about=about, **options)
 
 
+_WEIGHTS = (runfiles.FINAL, runfiles.WITHOUT_EMA)
 _TOLD = ("epochs", "optimizer", "weight_decay", "warmup", "schedule", "layer_decay", "freeze", "mixup", "cutmix", "ema")
 """Keys of a recipe that the model card tells."""
+
+
+def _check_apart(folder: Path, source: Path, kept: list[Path]) -> None:
+    """Raises RetrofitError where writing to `folder` would replace what is exported, or what was trained beside it."""
+    if folder.resolve() in [path.resolve() for path in kept]:
+        raise RetrofitError(f"{folder} belongs to {source}, which is exported; name a folder of its own to write to")
 
 
 def _spread(finished: list[dict[str, Any]], arm: str) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def check_onnx(dtype: torch.dtype) -> None:
 
 
 def write_onnx(model: nn.Module, folder: Path, images: Tensor) -> None:
-    """model.onnx, from [B, 3, H, W] named `pixel_values` to `logits` (or the final `tokens`)."""
+    """model.onnx, from [B, 3, H, W] named `pixel_values` to `logits` (or its `features`)."""
     import onnx
 
     family = family_of(model)
     like = next(p for p in model.parameters() if p.is_floating_point())
-    output = "logits" if family.head(model) is not None else "tokens"
+    output = "logits" if family.head(model) is not None else "features"
     with evaluating(model), _quiet():
         program = torch.onnx.export(
             _Plain(model),
@@ -68,7 +68,7 @@ class _Plain(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         family = family_of(self.model)
-        return family.logits(self.model, images) if family.head(self.model) else family.tokens(self.model, images)
+        return family.logits(self.model, images) if family.head(self.model) else family.features(self.model, images)
 
 
 def _tell(graph: Any, key: str, value: str) -> None:

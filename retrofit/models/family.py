@@ -81,6 +81,10 @@ class Family(ABC):
     def tokens(self, model: nn.Module, images: Tensor) -> Tensor | None:
         """The final normalised tokens [B, N, C], prefix tokens first; None where the model has no such thing."""
 
+    def features(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        """What the library gives where the head is left out: the tokens, or maps of a model over stages."""
+        return self.tokens(model, images)
+
     @abstractmethod
     def prefix_tokens(self, model: nn.Module) -> int:
         """How many class and register tokens stand before the patches."""

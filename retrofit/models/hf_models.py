@@ -248,6 +248,9 @@ class TimmWrapperFamily(TransformersFamily):
     def tokens(self, model: Any, images: Tensor) -> Tensor | None:
         return self._timm.tokens(model.timm_model, images)
 
+    def features(self, model: Any, images: Tensor) -> Tensor | None:
+        return self._timm.features(model.timm_model, images)
+
     def prefix_tokens(self, model: Any) -> int:
         return self._timm.prefix_tokens(model.timm_model)
 

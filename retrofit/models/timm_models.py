@@ -103,8 +103,12 @@ class TimmFamily(Family):
         return model(images) if self.head(model) is not None else None
 
     def tokens(self, model: Any, images: Tensor) -> Tensor | None:
+        features = self.features(model, images)
+        return features if features is not None and features.ndim == 3 else None
+
+    def features(self, model: Any, images: Tensor) -> Tensor | None:
         features = model.forward_features(images)
-        return features if isinstance(features, Tensor) and features.ndim == 3 else None
+        return features if isinstance(features, Tensor) else None
 
     def prefix_tokens(self, model: Any) -> int:
         return int(getattr(model, "num_prefix_tokens", 0))

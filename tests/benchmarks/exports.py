@@ -74,7 +74,7 @@ def sound(row: dict[str, Any]) -> bool:
     """Whether the loaders that the folder is for compute the same, and every other computes the same or refuses."""
     told = [row[loader] for loader in (*LOADERS, "retrofit") if row[loader] is not None]
     home = {"timm": "timm", "transformers": "transformers_trusting", "onnxruntime": "onnxruntime"}
-    whole = row["loader"] != "transformers" or row[FEATURES] is not None or not row["tokens"]
+    whole = row["loader"] != "transformers" or row[FEATURES] is not None
     return (
         whole
         and row["right"]
@@ -86,13 +86,11 @@ def sound(row: dict[str, Any]) -> bool:
 def _facts(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / "retrofit.json")
     sites = len(manifest["sites"])
-    tokens = "tokens" in load_file(folder / FIXTURE)
     facts = {
         "felt": manifest["about"]["felt"],
         "loader": manifest["loader"],
         "labels": manifest["labels"],
         "norms": sites,
-        "tokens": tokens,
     }
     return {**facts, "right": True}
 
@@ -107,7 +105,7 @@ def _outputs(model: Any, images: torch.Tensor) -> torch.Tensor:
     family = family_of(model)
     with torch.no_grad():
         out = family.logits(model, images)
-        out = family.tokens(model, images) if out is None else out
+        out = family.features(model, images) if out is None else out
     assert out is not None
     return out
 
