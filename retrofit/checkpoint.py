@@ -210,8 +210,18 @@ def load(folder: str | Path) -> nn.Module:
 
 
 def blank(manifest: Mapping[str, Any]) -> Any:
-    """The model that a manifest describes, norms included, with weights to be loaded. Raises RetrofitError."""
-    model = family_named(manifest["library"]).build(manifest["model"])
+    """The model that a manifest describes, norms included, with weights to be loaded.
+
+    Raises RetrofitError, or ValueError where the library cannot build it.
+    """
+    family = family_named(manifest["library"])
+    try:
+        model = family.build(manifest["model"])
+    except RetrofitError:
+        raise
+    except Exception as error:  # whatever a library's constructor raises at arguments that it does not take
+        reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{manifest['library']} cannot build its model, {reason}") from error
     if manifest["qk_norm"] is not None:
         insert_blank(model, QKNorm(**manifest["qk_norm"]))
     return model

@@ -265,6 +265,8 @@ def test_a_manifest_that_tells_another_formula_or_structure(saved: Path, sealed:
         ("library", "transformers", "does not fit together"),
         ("model", {**manifest["model"], "architecture": "vit_none"}, "does not fit together"),
         ("model", {**manifest["model"], "num_classes": 4}, "does not fit together"),
+        ("model", {**manifest["model"], "architecture": None}, "does not fit together: timm cannot build its model"),
+        ("model", {**manifest["model"], "model_args": {"num_heads": 5}}, "does not fit together: timm cannot build"),
     ):
         rewritten(saved, sealed, **{key: value})
         damaged(saved, words if sealed else CHANGED)

@@ -48,11 +48,17 @@ SOME = [
 ]
 
 
+SHARDED = "hf_deit-qwen3-hf"
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Exports without a proof, by name. Not to be changed."""
     root = tmp_path_factory.mktemp("targets")
     written = [exports.write_one(root, *one) for one in SOME]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(to_hf, "_SHARD", "20KB")
+        written.append(exports.write_one(root, *SHARDED.split("-")))
     return {folder.name: folder for folder in written}
 
 
@@ -130,17 +136,12 @@ for folder in map(Path, sys.argv[2:]):
     assert len(lines) == 4
 
 
-def test_a_large_model_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above 5 GB; here above 20 kB."""
-    monkeypatch.setattr(to_hf, "_SHARD", "20KB")
-    folder = exports.write_one(tmp_path, "hf_vit", "qwen3", "hf")
-    shards = sorted(p.name for p in folder.glob("model*.safetensors"))
-    assert len(shards) > 2
-    assert (folder / "model.safetensors.index.qknorm.json").is_file()
-    assert {*shards, "model.safetensors.index.qknorm.json"} <= json.loads((folder / MANIFEST).read_text())[
-        "files"
-    ].keys()
-    assert verify(folder).ok
+def test_a_large_model_is_written_in_shards(folders: dict[str, Path]) -> None:
+    """Above 5 GB; here above 20 kB. Whether they are found is the table's matter."""
+    folder = folders[SHARDED]
+    written = {p.name for p in folder.glob("model*.safetensors")} | {"model.safetensors.index.qknorm.json"}
+    assert len(written) > 3
+    assert written < json.loads((folder / MANIFEST).read_text())["files"].keys()
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -268,7 +269,7 @@ def test_the_line_that_says_how_to_load_what_timm_refuses(tmp_path: Path, images
 # What is written
 
 
-@pytest.mark.parametrize("to", ["retrofit", "timm", "hf"])
+@pytest.mark.parametrize("to", ["retrofit", "timm", "hf", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_the_same_model_gives_the_same_bytes_without_shared_tensors(to: Any, tmp_path: Path, images: Any) -> None:
     for name in ("one", "two"):
         model = normed(QKNorm.preset("timm"))

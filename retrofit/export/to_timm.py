@@ -66,6 +66,7 @@ def native_timm(model: nn.Module) -> tuple[nn.Module | None, list[str]]:
     native.load_state_dict(plain_tensors(state), strict=True, assign=True)
     native._model_args = {**told["model_args"], "qk_norm": True}
     native.pretrained_cfg = dict(inner.pretrained_cfg)
+    family.set_preprocess(native, family.preprocess(inner))
     return native.eval(), []
 
 

@@ -140,8 +140,10 @@ class TimmFamily(Family):
 
     def preprocess(self, model: Any) -> Preprocess:
         config = resolve_model_data_config(model)
+        embed: Any = getattr(model, "patch_embed", None)  # knows of an img_size that timm's configuration does not
+        fixed = embed.img_size if getattr(embed, "strict_img_size", False) else None
         return Preprocess(
-            image_size=int(config["input_size"][-1]),
+            image_size=int((fixed or config["input_size"])[-1]),
             mean=tuple(config["mean"]),
             std=tuple(config["std"]),
             interpolation=config["interpolation"],
