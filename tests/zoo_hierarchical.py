@@ -346,6 +346,7 @@ HIERARCHICAL: dict[str, Animal] = {
         num_attention_heads=[2, 3, 4],
         depths=[1, 1, 1],
         key_dim=[8, 8, 8],
+        initializer_range=0.12,
     ),
     "hf_vitdet": hf_model(
         "VitDetModel",
