@@ -109,7 +109,7 @@ def insert_qk_norm(
                 site.restore()
         raise
     cosines = [c for c in (shocks[init].cosine_class, shocks[init].cosine_patch) if c is not None] if shocks else []
-    said = remarks(spec, init, layers, min(cosines, default=None))
+    said = remarks(spec, init, layers, min(cosines, default=None), measured.count if measured else 0)
     state = {
         f"{name}.{key}": value.detach().clone()
         for names, pair in zip(_names(sites), norms, strict=True)

@@ -315,7 +315,15 @@ def test_a_large_remaining_shock_is_said_with_its_layers(images) -> None:
     insertion = insert_qk_norm(model, PER_HEAD, images, "ones")
     worst = max(insertion.layers, key=lambda layer: layer.kl)
     assert any("still changes the model" in r and worst.site in r and "init=fit" in r for r in insertion.remarks)
-    assert not any("still changes" in r for r in remarks(PER_HEAD, "fit", insertion.layers, 0.99))
+    assert not any("still changes" in r for r in remarks(PER_HEAD, "fit", insertion.layers, 0.99, 64))
+
+
+def test_a_fit_to_few_images_is_said(images) -> None:
+    few = insert_qk_norm(sharpen(tiny_timm()), PER_HEAD, images, "fit")
+    assert any(f"fitted to {len(images)} images" in r and "init=match" in r for r in few.remarks)
+    for init, batches in (("match", images), ("fit", [images] * 6)):
+        insertion = insert_qk_norm(sharpen(tiny_timm()), PER_HEAD, batches, init)
+        assert not any("images" in r for r in insertion.remarks)
 
 
 @pytest.mark.parametrize("kind", ["timm", "ViT", "relpos", "rope"])

@@ -19,6 +19,8 @@ from retrofit.qknorm import QKNorm
 LARGE_KL, LEAST_COSINE = 0.05, 0.95
 """What counts as a large remaining shock: KL in nats of a layer's attention, mean cosine of final tokens. A fitted
 DINOv2-small lies near 0.005 and at a cosine of 0.997, one whose norm starts at ones near 0.5 and at 0.4."""
+_FEW = 32
+"""Images under which a fit is closer to them than to others."""
 Init = Literal["ones", "match", "fit"]
 _QUERIES = 4096
 """A head and block, in which KL is computed."""
@@ -103,10 +105,13 @@ def calibrate(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Exc
         )
 
 
-def remarks(spec: QKNorm, init: Init, layers: Sequence[LayerCalibration], cosine: float | None) -> list[str]:
+def remarks(
+    spec: QKNorm, init: Init, layers: Sequence[LayerCalibration], cosine: float | None, images: int
+) -> list[str]:
     """What the result must say in words: what the formula could not hold, and where the remaining shock comes from.
 
     Args:
+        images: how many it was calibrated on.
         cosine: the least mean cosine of final tokens, prefix or patch, on held-out images; None where it is not known.
     """
     said: list[str] = []
@@ -127,6 +132,10 @@ def remarks(spec: QKNorm, init: Init, layers: Sequence[LayerCalibration], cosine
                 f"the heads share one temperature, which costs: KL of attention after match {shared:.3g}, with "
                 f"gain=per_head {own:.3g}"
             )
+    if init == "fit" and images < _FEW:
+        said.append(
+            f"fitted to {images} images, which is few: others may keep less; take {_FEW} or more, or init=match"
+        )
     if (cosine is not None and cosine < LEAST_COSINE) or (cosine is None and kl > LARGE_KL):
         worst = sorted(layers, key=lambda layer: -layer.kl)[:3]
         named = ", ".join(f"{layer.site} (KL {layer.kl:.2g})" for layer in worst if 3 * layer.kl >= worst[0].kl)

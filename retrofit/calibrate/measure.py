@@ -34,6 +34,8 @@ class Measured:
     sites: list[Site]
     image: Tensor
     """One of the images, as a batch."""
+    count: int
+    """How many images there were."""
 
     @classmethod
     def on(cls, model: nn.Module, sites: list[Site], spec: QKNorm, images: Images) -> Measured:
@@ -45,13 +47,15 @@ class Measured:
         first = next(batches)
         check_takes(model, first)
         tap = tapped(sites, lambda r: moments[r.site.name].read(r), lambda r: excerpts[r.site.name].read(r))
+        count = 0
         with evaluating(model), own_random_state(0), tap:
             for batch in itertools.chain([first], batches):
                 _run(model, batch)
+                count += len(batch)
         idle = [name for name, m in moments.items() if not m.count]
         if idle:
             raise ModelError(f"{idle[0]} did not run on the calibration images, so that it cannot be calibrated")
-        return cls(moments, excerpts, sites, first[:1])
+        return cls(moments, excerpts, sites, first[:1], count)
 
     def calibrate(self, model: nn.Module, init: Init) -> list[LayerCalibration]:
         """Layer by layer; what a layer no longer needs is let go."""
