@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,13 +16,21 @@ from retrofit.export.card import model_card
 from retrofit.export.proof import prove_in_fresh_process, write_fixture
 from retrofit.export.to_hf import write_hf
 from retrofit.export.to_onnx import check_onnx, write_onnx
-from retrofit.export.to_timm import native_settings, native_timm, write_native, write_refused
+from retrofit.export.to_timm import write_timm
 from retrofit.models import family_of, unwrapped
 from retrofit.models.preprocess import Preprocess
 from retrofit.norms import end_ramp, ramp_of
 from retrofit.runfiles import write_text
 
 Target = Literal["retrofit", "timm", "hf", "onnx"]
+_WRITERS: dict[Target, Callable[[nn.Module, Path, Tensor], tuple[str, list[str]]]] = {
+    "retrofit": lambda *_: ("retrofit", []),
+    "timm": write_timm,
+    "hf": write_hf,
+    "onnx": write_onnx,
+}
+"""From a model, a folder and a few images to the library that loads the folder (a loader of reload.py), and what the
+user should know. To add a target, write one in a file of its own and list it here."""
 _PROOF_IMAGES = 4
 
 
@@ -95,24 +103,7 @@ def check_target(to: str, dtype: torch.dtype = torch.float32) -> None:
 def _write(model: nn.Module, folder: Path, to: Target, about: Mapping[str, Any], images: Tensor) -> list[str]:
     """Everything that the folder holds; returns what the user should know of it."""
     said = write_fixture(model, images, folder)
-    family, loader, findings = family_of(model), "retrofit", []
-    if to == "hf":
-        write_hf(model, folder)
-        loader = "transformers"
-    elif to == "onnx":
-        write_onnx(model, folder, images)
-        loader = "onnxruntime"
-    elif to == "timm":
-        native, obstacles = native_timm(model)
-        if native is not None:
-            write_native(native, folder, list(family.labels(model)))
-            loader = "timm"
-        else:
-            write_refused(model, folder)
-            settings = native_settings(model)
-            native_with = f"; native would be: {settings}" if settings else ""
-            findings += [f"timm cannot express this model: {'; '.join(obstacles)}{native_with}"]
-            findings += [f'timm refuses the folder; retrofit.load("{folder}") loads it']
+    loader, findings = _WRITERS[to](model, folder, images)
     more = {"target": to, **said}
     write_text(folder / "README.md", model_card(model, about, to, loader, said))
     if loader == "retrofit":

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
 
 from retrofit.checkpoint import plain_tensors
@@ -28,7 +28,7 @@ _PROCESSOR = "CLIPImageProcessor"
 _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
-def write_hf(model: nn.Module, folder: Path) -> None:
+def write_hf(model: nn.Module, folder: Path, images: Tensor) -> tuple[str, list[str]]:
     """config.json, safetensors, preprocessor_config.json and, for a model with QK-Norm, its modeling file.
 
     A timm model goes into transformers' wrapper.
@@ -38,7 +38,7 @@ def write_hf(model: nn.Module, folder: Path) -> None:
     if spec_of(model) is None:
         with _no_bars():
             _save(wrapped_model, folder)
-        return
+        return "transformers", []
     wrapped = Wrapped.of(wrapped_model)
     path = folder / f"{wrapped.module}.py"
     write_text(path, modeling_source(wrapped_model))
@@ -48,6 +48,7 @@ def write_hf(model: nn.Module, folder: Path) -> None:
         ours.load_state_dict(wrapped_model.state_dict(), strict=True, assign=True)
         # The class that will load the weights also names them: conversions of names hang on the class.
         _save(ours, folder)
+    return "transformers", []
 
 
 def _save(model: Any, folder: Path) -> None:

@@ -32,7 +32,7 @@ def check_onnx(dtype: torch.dtype) -> None:
         raise RetrofitError("onnxruntime has no bfloat16 arithmetic on a CPU: take --dtype float32 or float16")
 
 
-def write_onnx(model: nn.Module, folder: Path, images: Tensor) -> None:
+def write_onnx(model: nn.Module, folder: Path, images: Tensor) -> tuple[str, list[str]]:
     """model.onnx, from [B, 3, H, W] named `pixel_values` to `logits` (or its `features`)."""
     import onnx
 
@@ -57,6 +57,7 @@ def write_onnx(model: nn.Module, folder: Path, images: Tensor) -> None:
     _tell(graph, "labels", json.dumps(list(family.labels(model))))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     onnx.save(graph, folder / MODEL, save_as_external_data=size > _LARGE, location=f"{MODEL}.data")
+    return "onnxruntime", []
 
 
 class _Plain(nn.Module):

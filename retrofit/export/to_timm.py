@@ -23,6 +23,21 @@ REFUSED = "qknorm_"
 """Before the name of an architecture that timm does not have."""
 
 
+def write_timm(model: nn.Module, folder: Path, images: Tensor) -> tuple[str, list[str]]:
+    """A folder for timm, or one for retrofit.load with what stands in timm's way."""
+    native, obstacles = native_timm(model)
+    if native is not None:
+        _write_native(native, folder, list(family_of(model).labels(model)))
+        return "timm", []
+    _write_refused(model, folder)
+    settings = native_settings(model)
+    native_with = f"; native would be: {settings}" if settings else ""
+    return "retrofit", [
+        f"timm cannot express this model: {'; '.join(obstacles)}{native_with}",
+        f'timm refuses the folder; retrofit.load("{folder}") loads it',
+    ]
+
+
 def native_timm(model: nn.Module) -> tuple[nn.Module | None, list[str]]:
     """The same model as timm itself builds it, and what stands in the way where there is none.
 
@@ -70,7 +85,7 @@ def native_timm(model: nn.Module) -> tuple[nn.Module | None, list[str]]:
     return native.eval(), []
 
 
-def write_native(native: Any, folder: Path, labels: list[str]) -> None:
+def _write_native(native: Any, folder: Path, labels: list[str]) -> None:
     """config.json and model.safetensors, as timm's own hub folders have them."""
     args = {k: v for k, v in native._model_args.items() if k != "num_classes"}
     more = {"label_names": labels} if labels else {}
@@ -83,7 +98,7 @@ def write_native(native: Any, folder: Path, labels: list[str]) -> None:
     write_json(folder / "config.json", config)
 
 
-def write_refused(model: nn.Module, folder: Path) -> None:
+def _write_refused(model: nn.Module, folder: Path) -> None:
     """config.json with the name of an architecture that timm does not have, so that stock loaders refuse the folder."""
     inner = getattr(model, "timm_model", model)
     family = family_of(inner)
