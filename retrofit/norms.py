@@ -230,10 +230,17 @@ def ramp_of(model: nn.Module) -> float | None:
     return min(alphas, default=None)
 
 
-def logit_bound(q_norm: HeadNorm, k_norm: HeadNorm, rotated: bool) -> float | None:
-    """The largest |q.k * scale| that these norms allow, over heads; None where a bias or a ramp leaves it open."""
+def logit_bound(q_norm: HeadNorm, k_norm: HeadNorm, rotated: bool, mixing: Tensor | None = None) -> float | None:
+    """The largest |q.k * scale| that these norms allow, over heads; None where a bias or a ramp leaves it open.
+
+    mixing: [H, H], what the heads' logits are multiplied by before softmax, if anything.
+    """
     bounds = logit_bounds(q_norm, k_norm, rotated)
-    return None if bounds is None else float(bounds.max())
+    if bounds is None:
+        return None
+    if mixing is not None:
+        bounds = mixing.abs().double().cpu() @ bounds.expand(len(mixing))
+    return float(bounds.max())
 
 
 @torch.no_grad()

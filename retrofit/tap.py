@@ -36,12 +36,15 @@ class Reading:
     scale: float
     bias: Tensor | None = None
     """Added to s * q.k, broadcastable to [B, H, N, M]; a boolean mask stands here as 0 and -inf."""
+    mixing: Tensor | None = None
+    """[H, heads of q], what s * q.k of the heads is multiplied by before the bias comes; None for each by itself."""
     projected: tuple[Tensor, Tensor] | None = None
     """q and k before the norms that retrofit placed, [B, H, N, D] and [B, kv heads, M, D]; None without norms."""
 
     def logits(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """What softmax sees for some queries, [B, H, rows, M] in float32, and where a mask hides a key (or None)."""
         logits = torch.matmul(self.q[:, :, rows].float() * self.scale, self.k.float().transpose(-2, -1))
+        logits = mixed(logits, self.mixing)
         if self.bias is None:
             return logits, None
         bias = self.bias.float() if self.bias.shape[-2] == 1 else self.bias[..., rows, :].float()
@@ -67,7 +70,14 @@ class Reading:
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
             whole = [slice(None) if size == 1 else cut for size, cut in zip(bias.shape[:3], (b, h, n), strict=True)]
             bias = bias[tuple(whole)]
+        if self.mixing is not None:  # each head needs the others
+            return replace(self, q=self.q[b, :, n], k=self.k[b], bias=bias, mixing=self.mixing[h])
         return replace(self, q=self.q[b, h, n], k=self.k[b, h], bias=bias)
+
+
+def mixed(logits: Tensor, mixing: Tensor | None) -> Tensor:
+    """Logits [B, H, N, M] of talking heads (Shazeer et al. 2020), or as they are."""
+    return logits if mixing is None else torch.einsum("hg,bgnm->bhnm", mixing.to(logits), logits)
 
 
 Reader = Callable[[Reading], None]
@@ -170,7 +180,10 @@ class _Tap(TorchFunctionMode):
         self._products = []
         if product is not None:
             plain = logits is product.value
-            self._emit(product.q, product.k, product.scale, None if plain else (logits - product.value).detach())
+            with torch.autocast(logits.device.type, enabled=False), torch._C.DisableTorchFunction():
+                own = mixed(product.value.detach().float(), self.inside[-1].mixing)
+                bias = None if plain else logits.detach() - own
+            self._emit(product.q, product.k, product.scale, bias)
 
     def _emit(self, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> None:
         site = self.inside[-1]
@@ -193,7 +206,7 @@ class _Tap(TorchFunctionMode):
         # Without torch functions: another probe around this one must not take the readers' own work for attention.
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
             for reader in self.readers:
-                reader(Reading(site, q, k, scale, bias, projected))
+                reader(Reading(site, q, k, scale, bias, site.mixing, projected))
 
 
 def _by_head(x: Tensor, site: Site) -> Tensor:

@@ -15,6 +15,7 @@ from zoo import FLAT, ZOO
 from retrofit import QKNorm, insert_qk_norm, probe
 from retrofit.models import family_of, sites_of
 from retrofit.runfiles import dumps
+from retrofit.tap import tapped
 
 each = pytest.mark.parametrize("name", [name for name in ZOO if name != "hf_data2vec_eager"])
 
@@ -132,6 +133,28 @@ def test_figures_are_those_of_brute_force(name: str, monkeypatch: pytest.MonkeyP
         }
         for key, value in wanted.items():
             assert row[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, row["site"])
+
+
+@pytest.mark.parametrize("name", ["cait", "efficientformer_v2"])
+def test_mixed_heads_leave_no_bias_that_depends_on_q_and_k(name: str) -> None:
+    """Of talking heads, what q.k and the mixing do not explain is a constant: calibration takes it as one."""
+    model, seen = sharpened(name), []
+    for factor in (1.0, 3.0):
+        with torch.no_grad():
+            for site in sites_of(model)[0]:
+                for weight in site.projections:
+                    weight *= factor
+        with tapped(sites_of(model)[0], seen.append):
+            run(name, model)
+    half = len(seen) // 2
+    mixing = [(one, other) for one, other in zip(seen[:half], seen[half:], strict=True) if one.mixing is not None]
+    assert mixing
+    for one, other in mixing:
+        assert not torch.allclose(one.q, other.q, rtol=0.5)
+        bias = one.bias if one.bias is not None else torch.zeros(())
+        scale = one.logits(slice(None))[0].abs().max()
+        assert (other.bias - bias).abs().max() < 1e-4 * scale
+        assert (other.bias - other.bias[:1]).abs().max() < 1e-4 * scale
 
 
 @each

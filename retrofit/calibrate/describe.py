@@ -101,7 +101,7 @@ def calibrate(q_norm: HeadNorm, k_norm: HeadNorm, moments: Moments, excerpt: Exc
             query_norm_cv_before=_query_cv(maps, q_norm, shifted=False),
             query_norm_cv_after=_query_cv(maps, q_norm, shifted=True),
             logit_absmax_before=float(absmax.max()),
-            logit_bound=logit_bound(q_norm, k_norm, rotated=moments.site.rotated),
+            logit_bound=logit_bound(q_norm, k_norm, moments.site.rotated, moments.site.mixing),
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retrofit.calibrate.rotation import Rotation
 from retrofit.models import Site
-from retrofit.tap import Reading
+from retrofit.tap import Reading, mixed
 
 Norm = Callable[[Tensor], Tensor]
 """Of q or k, laid out [I, H, N, D]."""
@@ -39,6 +39,8 @@ class Maps:
     weight: Tensor
     """[R], how much each query counts; the sum is 1."""
     scale: float
+    mixing: Tensor | None = None
+    """[H, H], as Reading has it."""
     rotation: Rotation | None = None
     """What comes between the norm and attention."""
 
@@ -50,7 +52,7 @@ class Maps:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         if self.rotation is not None:
             q, k = self.rotation.at(self.rows)(q), self.rotation(k)
-        logits = (self.scale * q) @ k.transpose(-2, -1)
+        logits = mixed((self.scale * q) @ k.transpose(-2, -1), self.mixing)
         return logits if self.bias is None else logits + self.bias
 
 
@@ -91,7 +93,7 @@ class Excerpt:
                 own = bias[i : i + 1] if len(bias) > 1 else bias
                 own = _kept(own if own.shape[2] == 1 else own[:, :, rows]).clamp_min(_LEAST)
             kept = _kept(q[i : i + 1, :, rows]), _kept(k[i : i + 1])
-            self._keep(Maps(*kept, own, rows[None], weight, reading.scale))
+            self._keep(Maps(*kept, own, rows[None], weight, reading.scale, reading.mixing))
 
     def _keep(self, one: Maps) -> None:
         self.maps.append(one)

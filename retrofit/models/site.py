@@ -53,6 +53,8 @@ class AttentionClass:
     """Where the norm goes in a class without slots, before any rotation. None: the class has slots."""
     after_rope: Edit | None = None
     """Where it goes after the rotation. None: that cannot be had."""
+    mixing: str | None = None
+    """Attribute that holds the layer which mixes the heads' logits before softmax (talking heads), a weight [H, H]."""
     bias_from_q: bool = False
     """Whether a relative position bias is computed from q after the norm."""
     masked: float = -1e4
@@ -90,6 +92,14 @@ class Site:
         """The weights that make q and k (and v, where one weight makes them all)."""
         layers = (getattr(self.module, name, None) for name in _PROJECTIONS)
         return [w for layer in layers if isinstance(layer, nn.Module) for w in layer.parameters() if w.ndim > 1]
+
+    @property
+    def mixing(self) -> Tensor | None:
+        """What the logits of the heads are multiplied by before softmax, [H, H]; None where each is for itself."""
+        if self.kind.mixing is None:
+            return None
+        weight: Tensor = getattr(self.module, self.kind.mixing).weight
+        return weight.detach().flatten(1).float()
 
     @property
     def norms(self) -> tuple[HeadNorm, HeadNorm] | None:

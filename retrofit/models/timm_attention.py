@@ -68,9 +68,10 @@ _VIT_LIKE = (
     _forked("timm.models.beit.Attention", head_dim=None),
     _forked("timm.models.swin_transformer.WindowAttention", head_dim=None, masked=-50.0),
     _forked("timm.models.cait.ClassAttn", head_dim=None),
-    AttentionClass(  # its heads are mixed before softmax
+    AttentionClass(
         "timm.models.cait.TalkingHeadAttn",
         head_dim=None,
+        mixing="proj_l",
         edit=Edit(
             before="q, k, v = qkv[0] * self.scale, qkv[1], qkv[2]",
             line="qkv = self.q_norm(qkv[0]), self.k_norm(qkv[1]), qkv[2]",
@@ -129,7 +130,7 @@ _VIT_LIKE = (
 )
 _HYBRID = (
     _written("timm.models.efficientformer.Attention", head_dim="key_dim"),
-    _efficientformer_v2("timm.models.efficientformer_v2.Attention2d"),  # its heads are mixed before softmax
+    _efficientformer_v2("timm.models.efficientformer_v2.Attention2d", mixing="talking_head1"),
     _efficientformer_v2("timm.models.efficientformer_v2.Attention2dDownsample"),
     AttentionClass(
         "timm.models.efficientvit_msra.CascadedGroupAttention",

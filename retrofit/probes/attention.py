@@ -154,7 +154,7 @@ class AttentionStats:
         """The layer's figures, as probes.jsonl holds them: largest over heads of what is a largest, else means."""
         heads = {name: values.double() for name, values in self.per_head().items()}
         norms = self.site.norms
-        bound = logit_bound(*norms, rotated=self.site.rotated) if norms else None
+        bound = logit_bound(*norms, self.site.rotated, self.site.mixing) if norms else None
         patch_share = self._entropy_share - self._prefix_share
         untold = self.prefix > 0 and not self.prefix_rows.any()  # a sample of rows, or windows
         return {
