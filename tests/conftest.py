@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,6 +106,18 @@ def outputs_of(model, images):
     if isinstance(result, torch.Tensor):
         return result
     return result.logits if "logits" in result else result.last_hidden_state
+
+
+def fill_cache(cache: Path, repository: str, folder: Path) -> None:
+    """As the hub's client lays it out: blobs, a snapshot of links, and a ref."""
+    root = cache / ("models--" + repository.replace("/", "--"))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for part in ("blobs", f"snapshots/{commit}", "refs"):
+        (root / part).mkdir(parents=True)
+    (root / "refs/main").write_text(commit)
+    for i, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy(file, root / "blobs" / f"{i:040x}")
+        os.symlink(f"../../blobs/{i:040x}", root / "snapshots" / commit / file.name)
 
 
 def fresh_process(code: str, *args: object, **env: str) -> str:

@@ -260,11 +260,11 @@ def test_a_clamped_scale_stays_under_its_clamp() -> None:
 
 
 def nano_images(count: int) -> torch.Tensor:
-    """Of the embedded data, [count, 3, 32, 32]."""
+    """Of the embedded data, [count, 3, 28, 28], as the embedded model takes it."""
     from importlib.resources import files
 
     path = str(files("retrofit.assets") / "fashion_mnist/test.parquet")
-    return decoded(path, count, 32, [0.5] * 3, [0.25] * 3)
+    return decoded(path, count, 28, [0.5] * 3, [0.5] * 3)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -340,7 +340,7 @@ def scaled(folder: Path, scale: float | None, train: Train | None = None) -> Arm
 @pytest.fixture
 def one_batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(8, 3, 32, 32, generator=generator)
+    pixels = torch.randn(8, 3, 28, 28, generator=generator)
     return Batch(pixels, torch.arange(8) % 10, [str(i) for i in range(8)], 0)
 
 
@@ -401,20 +401,20 @@ def test_gradients_that_overflow_are_the_scalers_and_counted(
 def test_auto_takes_what_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model("nano", 10)
     train = Train(batch_size=32)
-    held, step = measuring.estimate(model, train, 32)
+    held, step = measuring.estimate(model, train, 28)
     weights = sum(p.nbytes for p in model.parameters())
     assert held == pytest.approx(3 * weights, rel=0.01)  # and what AdamW keeps: two values a weight
     for runs in (1, 2, 7):
         monkeypatch.setattr(measuring, "free_bytes", lambda _, n=runs: int((step + (n + 0.5) * held) / 0.8))
-        assert runs_at_once(model, train, 32) == runs
+        assert runs_at_once(model, train, 28) == runs
     monkeypatch.setattr(measuring, "free_bytes", lambda _: 0)
-    assert runs_at_once(model, train, 32) == 1
+    assert runs_at_once(model, train, 28) == 1
 
 
 def test_the_estimate_is_near_what_a_step_then_needs(tmp_path: Path, one_batch: Batch) -> None:
     model = load_model("nano", 10)
     train = Train(batch_size=8)
-    estimate = sum(measuring.estimate(model, train, 32))
+    estimate = sum(measuring.estimate(model, train, 28))
     arm = ArmRun.start(RunKey.of("baseline", 1e-3, 0, "fp32"), model, train, 4, tmp_path)
     for step in range(2):
         with arm.memory.measured(arm.model, arm.optimizer):

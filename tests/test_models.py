@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import MAKERS, fresh_process, outputs_of, tiny_hf, tiny_rope, tiny_timm
+from conftest import MAKERS, fill_cache, fresh_process, outputs_of, tiny_hf, tiny_rope, tiny_timm
 from huggingface_hub import constants
 from torch import nn
 
@@ -303,8 +302,8 @@ def test_a_class_without_the_attributes_of_its_line_is_refused(make, attribute: 
 def test_nano() -> None:
     model = load_model("nano")
     preprocess = family_of(model).preprocess(model)
-    assert outputs_of(model, torch.zeros(1, 3, 32, 32)).shape == (1, 10)
-    assert preprocess.image_size == 32
+    assert outputs_of(model, torch.zeros(1, 3, 28, 28)).shape == (1, 10)
+    assert preprocess.image_size == 28
     assert len(family_of(model).labels(model)) == 10
     assert not any(m.training for m in model.modules())
 
@@ -407,18 +406,6 @@ def test_prefixes_of_compiled_and_parallel_models(tmp_path: Path, timm_dir: Path
 
 
 # load_model from a filled cache.
-
-
-def fill_cache(cache: Path, repository: str, folder: Path) -> None:
-    """As the hub's client lays it out: blobs, a snapshot of links, and a ref."""
-    root = cache / ("models--" + repository.replace("/", "--"))
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    for part in ("blobs", f"snapshots/{commit}", "refs"):
-        (root / part).mkdir(parents=True)
-    (root / "refs/main").write_text(commit)
-    for i, file in enumerate(sorted(folder.iterdir())):
-        shutil.copy(file, root / "blobs" / f"{i:040x}")
-        os.symlink(f"../../blobs/{i:040x}", root / "snapshots" / commit / file.name)
 
 
 def test_a_filled_cache_needs_no_network(tmp_path: Path) -> None:
