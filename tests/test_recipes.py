@@ -14,7 +14,7 @@ import yaml
 
 from retrofit.checkpoint import load_model
 from retrofit.models import family_of
-from retrofit.qknorm import PRESETS
+from retrofit.qknorm import PRESETS, QKNorm
 from retrofit.recipe import Recipe, dump, load_recipe, parse, shipped
 from retrofit.surgery import insert_blank, remove_qk_norm, survey
 from retrofit.train.optim import optimizer_of
@@ -32,7 +32,7 @@ PLANS = {
     "nano": (2, 4, 3),
     "pretrain_nano": (1, 1, 1),
     "dinov2_small": (2, 2, 3),
-    "presets": (12, 2, 3),
+    "presets": (11, 2, 3),
     "lr_study": (2, 6, 6),
     "shock": (5, 2, 3),
 }
@@ -63,7 +63,7 @@ def test_it_resolves_to_its_plan(name: str) -> None:
 
 
 def test_the_studies_hold_what_their_names_say() -> None:
-    assert set(PRESETS) <= set(load_recipe("presets").arms)
+    assert {QKNorm.preset(name) for name in PRESETS} <= {arm.qk_norm for arm in load_recipe("presets").arms.values()}
     rates = load_recipe("lr_study").train.lr
     assert math.log10(rates[-1] / rates[0]) >= 2.5
     assert {(arm.init, arm.ramp > 0) for name, arm in load_recipe("shock").arms.items() if name != "baseline"} == {

@@ -303,7 +303,9 @@ class Recipe:
             faults.append(f"aa: a twin needs an arm called {BASELINE}")
         strange = [lr for lr in self.aa_rates if lr not in self.train.lr] if BASELINE in self.arms else []
         if strange:
-            faults.append(f"aa: {', '.join(f'{lr:g}' for lr in strange)} is not in train.lr")
+            faults.append(
+                f"aa: {', '.join(f'{lr:g}' for lr in strange)} is not in train.lr; take some of those, or aa: false"
+            )
         return faults
 
     @property
