@@ -301,8 +301,7 @@ class Recipe:
             faults.append(f"arms.{AA}: this is the name of the baseline's twin (aa: true); give the arm another")
         if self.aa and BASELINE not in self.arms:
             faults.append(f"aa: a twin needs an arm called {BASELINE}")
-        strange = [lr for lr in self.aa_rates if lr not in self.train.lr] if BASELINE in self.arms else []
-        if strange:
+        if strange := [lr for lr in self.aa_rates if lr not in self.train.lr] if BASELINE in self.arms else []:
             faults.append(
                 f"aa: {', '.join(f'{lr:g}' for lr in strange)} is not in train.lr; take some of those, or aa: false"
             )
