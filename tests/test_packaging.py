@@ -25,7 +25,8 @@ def test_a_wheel_holds_all_that_the_default_needs(tmp_path: Path) -> None:
         p.stem for p in (ROOT / "recipes").glob("*.yaml")
     }
     assert (unpacked / "retrofit/py.typed").is_file()
-    small = ["train.steps=2", "train.seeds=[0]", "train.lr=[0.001]", "data.test_images=50", "data.validation_images=50"]
+    small = ["train.steps=2", "train.seeds=0", "train.lr=0.001", "aa=false"]
+    small += ["data.test_images=50", "data.validation_images=50"]
     run = subprocess.run(
         [sys.executable, "-m", "retrofit", "pair", "nano", "-o", "run", *small],
         cwd=tmp_path,
