@@ -81,7 +81,7 @@ class Moments:
         self.k_second = averaged(self.k_second, k.transpose(1, 2) @ k)
         self.k_third = averaged(self.k_third, (k * square).sum(1))
         self.k_fourth = averaged(self.k_fourth, square.square().sum((1, 2)))
-        if not bool((self.q_square + self.k_fourth).isfinite().all()):
+        if not all(bool(sums.isfinite().all()) for sums in (self.q_square, self.k_fourth)):
             raise ModelError(
                 f"{self.site.name}: q or k is not finite on these images, so that there is nothing to calibrate by; "
                 f"the weights are damaged, or {reading.q.dtype} is too narrow for them"
