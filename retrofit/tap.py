@@ -180,10 +180,13 @@ class _Tap(TorchFunctionMode):
         self._products = []
         if product is not None:
             plain = logits is product.value
-            with torch.autocast(logits.device.type, enabled=False), torch._C.DisableTorchFunction():
-                own = mixed(product.value.detach().float(), self.inside[-1].mixing)
-                bias = None if plain else logits.detach() - own
-            self._emit(product.q, product.k, product.scale, bias)
+            self._emit(product.q, product.k, product.scale, None if plain else self._added(logits, product.value))
+
+    def _added(self, logits: Tensor, product: Tensor) -> Tensor:
+        """What the module added to q.k, after it mixed the heads if it does."""
+        wide = torch.promote_types(product.dtype, torch.float32)
+        with torch.autocast(logits.device.type, enabled=False), torch._C.DisableTorchFunction():
+            return logits.detach() - mixed(product.detach().to(wide), self.inside[-1].mixing)
 
     def _emit(self, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> None:
         site = self.inside[-1]
